@@ -309,14 +309,15 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
     op, tensors, general, execution, eight_bit, mask = call
     if mask is not None:
         masked.refuse(call, num_splits)
+    if dtensors.is_dtensor(tensors[0]):
+        return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
+    if mask is not None:
         if (packed := masked.packed_call(call)) is None:
             results = masked.attention(call)
         else:
             results = masked.by_batch(_general_attention(
                 packed.tensors, packed.general, execution, return_lse), tensors)
         return asked_for(results, return_lse, execution.return_max_logits)
-    if dtensors.is_dtensor(tensors[0]):
-        return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
     if out is not None and call.needs_grad():
         raise RuntimeError(checks.gradient_with_out_text(op, **call.named()))

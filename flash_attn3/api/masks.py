@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.ops import checks, mask_lists
 from flash_attn3.ops.dense_and_varlen import MaskTensors
 from flash_attn3.ops.mask_lists import BLOCK, Layout, Tiles
+from flash_attn3.ops.mask_shapes import Documents, Lengths, exactly, in_blocks, saveable
 
 _mask_lists = torch.ops.flash_attn3.mask_lists.default
 _OP = 'AttentionMask'
@@ -41,82 +41,31 @@ class _Kept(NamedTuple):
             x.record_stream(stream)
 
 
-class _Documents(NamedTuple):
-    """Documents of `rows` sequences of `seqlen` tokens as one packed batch. What lies before the
-    first and after the last document of a sequence are packed sequences without keys.
-    """
-    rows: int
-    seqlen: int
-    cu_seqlens: Tensor    # (rows * runs + 1,)
-    seqused_k: Tensor     # (rows * runs,)
-    causal: bool
-
-    @staticmethod
-    def of(cu_documents: Tensor, seqlen: int, causal: bool) -> _Documents:
-        """cu_documents: (rows, documents + 1)."""
-        rows = cu_documents.size(0)
-        begins = F.pad(cu_documents.clamp(0, seqlen).cummax(-1).values, (1, 0))
-        used = F.pad(begins[:, 1:].diff(), (1, 1))
-        offsets = seqlen * torch.arange(rows, dtype=torch.int32, device=begins.device)
-        starts = (begins + offsets[:, None]).flatten()
-        end = starts.new_full((1,), rows * seqlen)
-        return _Documents(rows, seqlen, torch.cat([starts, end]), used.flatten(), causal)
-
-    def lists_of(self, batch: int) -> tuple[Tensor, Tensor]:
-        """cu_seqlens and seqused_k for `batch` sequences that all have these documents."""
-        offsets = self.seqlen * torch.arange(batch, dtype=torch.int32, device=self.seqused_k.device)
-        starts = (self.cu_seqlens[:-1] + offsets[:, None]).flatten()
-        end = starts.new_full((1,), batch * self.seqlen)
-        return torch.cat([starts, end]), self.seqused_k.repeat(batch)
-
-
-class _Lengths(NamedTuple):
-    """The lengths of a sequence that a mask is made for, both included; high is None: any."""
-    low: int = 0
-    high: int | None = None
-
-    def __and__(self, other: _Lengths) -> _Lengths:
-        highs = [x.high for x in (self, other) if x.high is not None]
-        return _Lengths(max(self.low, other.low), min(highs) if highs else None)
-
-    def __str__(self) -> str:
-        return str(self.high) if self.low == self.high else f'{self.low} to {self.high}'
-
-    def takes(self, length: int) -> bool:
-        return self.low <= length and (self.high is None or length <= self.high)
-
-
-def _exactly(length: int) -> _Lengths:
-    return _Lengths(length, length)
-
-
-def _in_blocks(count: int, size: int) -> _Lengths:
-    return _Lengths(max(0, (count - 1) * size + 1), count * size)
-
-
 class AttentionMask:
     """Which keys each query sees: `mask=` of `flash_attn_func` and `flash_attn_varlen_func`.
 
     Made by the methods below, and by `a & b`, which shows what both show. A mask holds for the
     lengths that it was made for, for any number of layers and steps: its tensors must not change.
-    docs/masks.md has a picture of each.
+    docs/masks.md has a picture of each. torch.compile traces calls and the methods, from_block_mask
+    excepted. A mask is plain on every rank of a mesh: calls on DTensors take their part of it.
 
     Keys are counted within the sequence of the query. Other values than described are errors on the
     CPU and with FLASH_ATTN3_CHECKS=1; else begin and end are clamped to the sequence.
     """
 
-    def __init__(self, intervals: Tensor | None, blocks: Tensor | None, seqlen_q: _Lengths,
-                 seqlen_k: _Lengths, cu_seqlens: Tensor | None = None):
+    def __init__(self, intervals: Tensor | None, blocks: Tensor | None, seqlen_q: Lengths,
+                 seqlen_k: Lengths, cu_seqlens: Tensor | None = None):
         """For the methods below. intervals: (batch or 1, seqlen_q, n, 2), packed (total_q, n, 2).
         blocks: (batch or 1, heads or 1, q blocks, k blocks) bool, of 64 x 64.
         """
-        self._intervals, self._blocks = map(_saveable, (intervals, blocks))
+        self._intervals, self._blocks = map(saveable, (intervals, blocks))
         self._seqlen_q, self._seqlen_k = seqlen_q, seqlen_k
         self._cu_seqlens = cu_seqlens
         self._is_fine = False    # made from blocks of 64
-        self._documents: _Documents | None = None
+        self._documents: Documents | None = None
         self._kept: dict[tuple, _Kept] = {}
         self._captured: dict[tuple, _Kept] = {}    # what CUDA graphs read, never dropped
+        self._parts: dict[tuple, AttentionMask] = {}    # what part() made
 
     def __repr__(self) -> str:
         shapes = {name: tuple(x.shape) for name, x in (
@@ -142,9 +91,9 @@ class AttentionMask:
                 _described(intervals)))
         if is_packed:
             _check_starts('from_intervals', 'cu_seqlens', cu_seqlens, intervals.device)
-            return AttentionMask(intervals, None, _Lengths(), _Lengths(), cu_seqlens)
+            return AttentionMask(intervals, None, Lengths(), Lengths(), cu_seqlens)
         intervals = intervals if intervals.dim() == 4 else intervals[None]
-        return AttentionMask(intervals, None, _exactly(intervals.size(1)), _Lengths())
+        return AttentionMask(intervals, None, exactly(intervals.size(1)), Lengths())
 
     @staticmethod
     def from_blocks(block_mask: Tensor, block_q: int = 128, block_k: int = 128) -> AttentionMask:
@@ -165,7 +114,7 @@ class AttentionMask:
                 name, 'block_mask of bool ([batch or 1,] heads, q blocks, k blocks)',
                 _described(block_mask)))
         blocks = block_mask if block_mask.dim() == 4 else block_mask[None]
-        lengths = [_in_blocks(count, size) for count, size in zip(blocks.shape[2:],
+        lengths = [in_blocks(count, size) for count, size in zip(blocks.shape[2:],
                                                                   (block_q, block_k))]
         for dim, size in ((2, block_q), (3, block_k)):
             if size != BLOCK:
@@ -194,7 +143,7 @@ class AttentionMask:
                 'partial blocks' + ' alone' * (full is None),
                 'pass intervals, an AttentionMask of the same mask as its mask_mod'))
         mask = AttentionMask.from_blocks(block_mask.to_dense().bool(), *sizes)
-        exact = [_exactly(length) for length in block_mask.seq_lengths]
+        exact = [exactly(length) for length in block_mask.seq_lengths]
         mask._seqlen_q, mask._seqlen_k = mask._seqlen_q & exact[0], mask._seqlen_k & exact[1]
         return mask if intervals is None else mask & intervals
 
@@ -219,9 +168,7 @@ class AttentionMask:
         ends = row + 1 if causal else end
         intervals = torch.stack([begin, ends], -1).masked_fill(~is_inside[..., None], 0)
         mask = _square(intervals.unsqueeze(-2), seqlen)
-        documents = _Documents.of(torch.atleast_2d(cu_documents), seqlen, causal)
-        mask._documents = documents._replace(cu_seqlens=_saveable(documents.cu_seqlens),
-                                             seqused_k=_saveable(documents.seqused_k))
+        mask._documents = Documents.of(torch.atleast_2d(cu_documents), seqlen, causal)
         return mask
 
     @staticmethod
@@ -344,6 +291,80 @@ class AttentionMask:
         both._is_fine = self._is_fine or other._is_fine
         return both
 
+    # ------------------------------------------------------------------------------------ a part
+    def part(self, key: tuple, cut: Callable[[Tensor, int | None, int | None],
+                                             Tensor]) -> AttentionMask:
+        """The mask of some of the sequences and heads, kept under this key.
+
+        cut: from a tensor, and which of its dimensions has the sequences and which the heads, None
+        for one that all share, makes the part of it.
+        """
+        if not is_compiling() and (kept := self._parts.get(key)) is not None:
+            return kept
+
+        def of(x: Tensor | None, *dims: int | None) -> Tensor | None:
+            if x is None:
+                return None
+            divided = [dim if dim is not None and x.size(dim) > 1 else None for dim in dims]
+            return x if divided == [None, None] else cut(x, *divided)
+
+        sequences = None if self._cu_seqlens is not None else 0
+        part = AttentionMask(of(self._intervals, sequences, None), of(self._blocks, sequences, 1),
+                             self._seqlen_q, self._seqlen_k, self._cu_seqlens)
+        part._is_fine = self._is_fine
+        if (documents := self._documents) is not None:
+            part._documents = Documents.of(of(documents.cu_documents, 0, None), documents.seqlen,
+                                            documents.causal)
+        if not is_compiling():
+            self._parts[key] = part
+        return part
+
+    @property
+    def has_blocks(self) -> bool:
+        return self._blocks is not None
+
+    @property
+    def rows(self) -> int | None:
+        """Queries that its intervals are for: of a sequence, or of all packed ones."""
+        return None if self._intervals is None else self._intervals.size(-3)
+
+    def of_heads(self, op: str, heads: tuple[int, int], rank: int, ranks: int) -> AttentionMask:
+        """The mask for one of `ranks` equal shares of query heads, of a call with so many heads of
+        q and k.
+        """
+        if problem := self._heads_problem(heads):
+            raise RuntimeError(checks.error(op, *problem))
+        share = heads[0] // ranks
+
+        def cut(x: Tensor, _, dim: int | None) -> Tensor:
+            if dim is None:
+                return x
+            own = torch.arange(rank * share, (rank + 1) * share, device=x.device)
+            return x.index_select(dim, own * x.size(dim) // heads[0])
+        return self.part(('heads', heads, rank, ranks), cut)
+
+    def of_stream(self, op: str, q: Tensor, seqlen: int | None,
+                  cu_seqlens: Tensor | None) -> Tensor:
+        """Intervals of keys of a whole stream, (batch or 1, seqlen, n, 2), of a mask that has no
+        blocks, for a call with these arguments. q: (batch or 1, rows, heads, head_dim).
+        """
+        intervals, starts = self._intervals, self._cu_seqlens
+        seqlen = self.rows if seqlen is None else seqlen
+        lists = () if cu_seqlens is None else (cu_seqlens.to(q.device),) * 2
+        layout, heads = Layout(seqlen, seqlen, *lists), (q.size(2), q.size(2))
+        if problem := self._problem(q, layout, layout.batch if lists else q.size(0), heads):
+            raise RuntimeError(checks.error(op, *problem))
+        if starts is None:
+            return intervals
+
+        def make() -> tuple[Tensor]:
+            layout = Layout(seqlen, seqlen, starts, starts)
+            rows = layout.rows(q.device)
+            most = layout.keys_of(rows)[:, None, None]
+            first = starts[layout.sequence_of(rows)] if layout.batch else torch.zeros_like(rows)
+            return ((intervals.clamp(min=0).minimum(most) + first[:, None, None])[None],)
+        return self._kept_tensors(('stream',), q, make)[0]
+
     # ------------------------------------------------------------------------------------- a call
     def as_packed(self, op: str, q: Tensor, k: Tensor,
                   check: Callable[[], None] | None) -> tuple[Tensor, Tensor, bool] | None:
@@ -356,9 +377,7 @@ class AttentionMask:
             return None
         if check is not None:
             check()
-            if problem := self._problem(q, Layout(q.size(1), k.size(1)), q.size(0),
-                                        (q.size(2), k.size(2))):
-                raise RuntimeError(checks.error(op, *problem))
+            self.check_fits(op, q, k, ())
         batch = q.size(0)
         if batch == documents.rows:
             return documents.cu_seqlens, documents.seqused_k, documents.causal
@@ -380,22 +399,14 @@ class AttentionMask:
                 read.
         """
         q, k = tensors
-        if lengths:
-            *starts, _, longest = lengths    # max_seqlen_q is a hint, and lists name all queries
-            layout = Layout(q.size(0), longest or k.size(0), *starts, k.size(0))
-            batch = layout.batch
-        else:
-            layout = Layout(q.size(1), k.size(1))
-            batch = q.size(0)
+        layout, batch, heads = _sizes_of(q, k, lengths)
         if self._is_fine and tiles is not None and not lengths and layout.queries > BLOCK:
             tiles = tiles.of_blocks()
-        heads = q.size(-2), k.size(-2)
         key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))
         def make() -> MaskTensors:
             check()
-            if problem := self._problem(q, layout, batch, heads):
-                raise RuntimeError(checks.error(op, *problem))
+            self.check_fits(op, q, k, lengths)
             return self._made(layout, heads[0], tiles)
 
         return self._kept_tensors(key, q, make, layout)
@@ -441,6 +452,11 @@ class AttentionMask:
             None if blocks is None else mask_lists.expanded_blocks(blocks, layout, heads))
 
     # ------------------------------------------------------------------------------------- checks
+    def check_fits(self, op: str, q: Tensor, k: Tensor, lengths: tuple) -> None:
+        """Raises an error if the mask does not fit a call, with the arguments of tensors_of()."""
+        if problem := self._problem(q, *_sizes_of(q, k, lengths)):
+            raise RuntimeError(checks.error(op, *problem))
+
     def _problem(self, q: Tensor, layout: Layout, batch: int,
                  heads: tuple[int, int]) -> tuple[str, str] | None:
         """(what was expected, what was got) if the mask does not fit the call, else None."""
@@ -456,12 +472,17 @@ class AttentionMask:
         sizes = [x.size(0) for x in given[:2] if x.dim() == 4]
         if any(size != 1 and size != batch for size in sizes):    # symbols are in no tuple
             return f'mask for {batch} sequences, the batch of q, or for all', f'{max(sizes)}'
-        if self._blocks is not None and all(self._blocks.size(1) != x for x in (1, *heads)):
-            return (f'mask for {heads[0]} heads of q, {heads[1]} heads of k, or all',
-                    str(self._blocks.size(1)))
+        if problem := self._heads_problem(heads):
+            return problem
         is_read = (not is_compiling() and checks.reads_contents(q)
                    and not checks.has_no_data(q))
         return self._value_problem(layout) if is_read else None
+
+    def _heads_problem(self, heads: tuple[int, int]) -> tuple[str, str] | None:
+        if self._blocks is None or any(self._blocks.size(1) == x for x in (1, *heads)):
+            return None
+        return (f'mask for {heads[0]} heads of q, {heads[1]} heads of k, or all',
+                str(self._blocks.size(1)))
 
     def _dense_problem(self, layout: Layout) -> tuple[str, str] | None:
         for name, made_for, length in (('seqlen_q', self._seqlen_q, layout.queries),
@@ -496,6 +517,16 @@ class AttentionMask:
                             f'one for {made_for.high}')
             most = layout.keys_of(layout.rows(layout.cu_seqlens_q.device))[:, None]
         return None if self._intervals is None else _interval_problem(self._intervals, most, layout)
+
+
+def _sizes_of(q: Tensor, k: Tensor, lengths: tuple) -> tuple[Layout, int, tuple[int, int]]:
+    """Layout, sequences and heads of a call; lengths: as in tensors_of()."""
+    heads = q.size(-2), k.size(-2)
+    if not lengths:
+        return Layout(q.size(1), k.size(1)), q.size(0), heads
+    *starts, _, longest = lengths    # max_seqlen_q is a hint, and lists name all queries
+    layout = Layout(q.size(0), longest or k.size(0), *starts, k.size(0))
+    return layout, layout.batch, heads
 
 
 def _interval_problem(intervals: Tensor, most: int | Tensor,
@@ -558,16 +589,8 @@ def _check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
 def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
     """A mask of intervals for a call with seqlen_k = seqlen_q = seqlen."""
     mask = AttentionMask.from_intervals(intervals)
-    mask._seqlen_k = _exactly(seqlen)
+    mask._seqlen_k = exactly(seqlen)
     return mask
-
-
-def _saveable(x: Tensor | None) -> Tensor | None:
-    """x as autograd can save it, which refuses what inference mode made."""
-    if is_compiling() or x is None or not x.is_inference():
-        return x
-    with torch.inference_mode(False):
-        return x.clone()
 
 
 def _identity(x: Tensor | None) -> tuple[int, int] | None:

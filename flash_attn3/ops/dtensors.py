@@ -83,6 +83,8 @@ def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
     lists = {name: _whole_list(call.op, name, getattr(call.general, name)) for name in _LISTS}
     eight_bit = call.eight_bit and call.eight_bit._replace(
         **{name: local.get(name) for name in _SCALE_NAMES})
+    if call.mask is not None:
+        call = call._replace(mask=_mask_of_shard(call, lists, parts))
     results = compute(call._replace(
         tensors=(local['q'], local['k'], local['v'], None), eight_bit=eight_bit,
         general=call.general._replace(sinks=local.get('s_aux'), **lists)))
@@ -150,6 +152,22 @@ def _shard(x: Tensor, dims: _Dims, parts: Sequence[str]) -> Tensor:
     gradients = [Partial() if part != WHOLE and placement.is_replicate() else placement
                  for part, placement in zip(parts, placements)]
     return x.redistribute(placements=placements).to_local(grad_placements=gradients)
+
+
+def _mask_of_shard(call, lists: Mapping[str, Tensor | None], parts: Sequence[str]):
+    """The mask, which all processes have whole, for the sequences and heads of this one."""
+    from torch.distributed.tensor import DTensor, Replicate
+    q, k, *_ = call.tensors
+    general, mesh = call.general, q.device_mesh
+    starts = [lists[name] for name in _LISTS[:2]]
+    call.mask.check_fits(call.op, q, k, () if starts[0] is None else (
+        *starts, general.max_seqlen_q, general.max_seqlen_k))
+
+    def cut(x: Tensor, sequences: int | None, heads: int | None) -> Tensor:
+        whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        placements = [_placement(_Dims(sequences, heads), part) for part in parts]
+        return whole.redistribute(placements=placements).to_local()
+    return call.mask.part((mesh, *parts), cut)
 
 
 def _placement(dims: _Dims, part: str):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import checks, dense_and_varlen, dtensors, library, mask_lists, splits
+from flash_attn3.ops import checks, dense_and_varlen, library, mask_lists, splits
 from flash_attn3.ops.autograd import general_attention
 from flash_attn3.ops.dense_and_varlen import General, MaskTensors, rank_of
 from flash_attn3.ops.fp8 import EightBit
@@ -84,7 +84,6 @@ def refuse(call: Call, num_splits: int) -> None:
     """Raises an error if the call has what does not go with a mask."""
     if text := problem_text(call, num_splits):
         raise RuntimeError(text)
-    dtensors.reject(f'{call.op} with mask', call.tensors[0])
     call.reject_forward_mode()
     if call.tensors[3] is not None and call.needs_grad():
         raise RuntimeError(checks.gradient_with_out_text(call.op, **call.named()))

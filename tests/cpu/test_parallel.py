@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
 from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
-from flash_attn3 import (flash_attn_completions_func, flash_attn_fp8_func, flash_attn_func,
+from flash_attn3 import (AttentionMask, flash_attn_completions_func, flash_attn_fp8_func,
+                         flash_attn_func,
                          flash_attn_qkvpacked_func, flash_attn_varlen_func,
                          flash_attn_with_kvcache)
 
@@ -64,6 +65,37 @@ def four(qkv: Tensor) -> tuple[Tensor, ...]:
     return (flash_attn_qkvpacked_func(qkv, num_heads_q=4),)
 
 
+def with_mask(make, is_packed: bool = False):
+    """Attention with a mask that make() makes, which all processes have whole."""
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        function, lengths = flash_attn_func, {}
+        if is_packed:
+            function, lengths = flash_attn_varlen_func, dict(
+                cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=8, max_seqlen_k=8)
+        out, lse = function(q, k, v, **lengths, mask=make(), return_attn_probs=True)
+        return out, lse.exp()
+    return call
+
+
+def intervals_by_batch() -> AttentionMask:
+    ends = torch.arange(1, 16, dtype=torch.int32).view(3, 5, 1, 1) % 8
+    return AttentionMask.from_intervals(torch.cat([ends.div(2, rounding_mode='floor'), ends], -1))
+
+
+def blocks_by(heads: int, batch: int = 3) -> AttentionMask:
+    shown = torch.arange(batch * heads).view(batch, heads, 1, 1) % 5 != 1
+    return AttentionMask.from_blocks(shown, 64, 128)
+
+
+def documents_by_batch() -> AttentionMask:
+    ends = [[0, 2, 5], [1, 4, 5], [0, 0, 3]]
+    return AttentionMask.documents(torch.tensor(ends, dtype=torch.int32), 5)
+
+
+def prefixes() -> AttentionMask:
+    return AttentionMask.prefix_lm(torch.tensor([2, 0, 4], dtype=torch.int32), 11, STARTS)
+
+
 SIZES = {'q': (3, 5, 4, 16), 'k': (3, 7, 2, 16), 'v': (3, 7, 2, 8), 's_aux': (4,)}
 PACKED = {'q': (11, 4, 16), 'k': (11, 2, 16), 'v': (11, 2, 16)}
 CALLS = {    # the function, sizes of its tensors, their placements on the axes of a mesh
@@ -81,6 +113,18 @@ CALLS = {    # the function, sizes of its tensors, their placements on the axes 
     'qkv, heads': (five, {'qkv': (2, 5, 3, 4, 16)}, {'qkv': [Shard(3)]}),
     'qkv of GQA, batch': (four, {'qkv': (3, 5, 8, 16)}, {'qkv': [B]}),
 }
+
+SQUARE = {'q': (3, 5, 4, 16), 'k': (3, 5, 2, 16), 'v': (3, 5, 2, 8)}
+MASKS = {'intervals': intervals_by_batch, 'query heads': lambda: blocks_by(4),
+         'KV heads': lambda: blocks_by(2, 1), 'documents': documents_by_batch,
+         'both': lambda: blocks_by(4, 1) & intervals_by_batch()}
+for _name, _make in MASKS.items():
+    for _way, _placements in (('batch', [B]), ('heads', [H]), ('two axes', [B, H])):
+        CALLS[f'mask of {_name}, {_way}'] = (
+            with_mask(_make), SQUARE if _name == 'documents' else SIZES,
+            dict.fromkeys('qkv', _placements))
+CALLS['mask, packed, heads'] = (with_mask(prefixes, is_packed=True), PACKED,
+                                dict.fromkeys('qkv', [Shard(1)]))
 
 
 def results_and_gradients(function, tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -128,6 +172,7 @@ def check_no_communication(rank: int) -> None:
     q, k, v = (distribute_tensor(torch.randn(SIZES[name]), mesh, [H]) for name in 'qkv')
     with CommDebugMode() as communication:
         flash_attn_func(q, k, v)
+        flash_attn_func(q, k, v, mask=blocks_by(4))
     assert communication.get_total_counts() == 0
 
 
@@ -139,10 +184,12 @@ def check_compiled(rank: int) -> None:
     mesh = init_device_mesh('cpu', (COUNT,))
     tensors = [torch.randn(SIZES[name], dtype=torch.float64, requires_grad=True) for name in 'qkv']
     q, k, v = (distribute_tensor(x.detach(), mesh, [H]).requires_grad_() for x in tensors)
-    compiled = torch.compile(dense, backend='aot_eager', fullgraph=True)
-    torch.testing.assert_close(
-        results_and_gradients(compiled, dict(q=q, k=k, v=v)),
-        results_and_gradients(dense, dict(zip('qkv', tensors))), rtol=1e-12, atol=1e-12)
+    mask = blocks_by(4) & intervals_by_batch()
+    for function in (dense, lambda q, k, v: (flash_attn_func(q, k, v, mask=mask),)):
+        compiled = torch.compile(function, backend='aot_eager', fullgraph=True)
+        torch.testing.assert_close(
+            results_and_gradients(compiled, dict(q=q, k=k, v=v)),
+            results_and_gradients(function, dict(zip('qkv', tensors))), rtol=1e-12, atol=1e-12)
 
 
 def test_dtensors_under_compile(pair):
@@ -164,6 +211,11 @@ def plain_k(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
 def other_mesh(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
     mesh = init_device_mesh('cpu', (1, COUNT))
     return flash_attn_func(q, k, DTensor.from_local(v.to_local(), mesh, [H, H], run_check=False))
+
+
+def other_mask(*tensors: DTensor) -> Tensor:
+    """For other heads, although those of a shard would fit."""
+    return flash_attn_func(*tensors, mask=blocks_by(2))
 
 
 def one_kv_head(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
@@ -194,6 +246,7 @@ ERRORS = {    # the call, the placements of q, k and v, the error
     'two kinds': (flash_attn_func, [B, H, H], 'k sharded by batch or heads like the other'),
     'plain k': (plain_k, [B, B, B], 'k to be a DTensor like q, got a plain tensor; hint: .*from'),
     'other mesh': (other_mesh, [H, H, H], 'v to be on the mesh of q'),
+    'other mask': (other_mask, [H, H, H], 'mask for 8 heads of q, 4 heads of k, or all, got 2'),
     'one KV head': (one_kv_head, [H, R, R], 'the heads of k to be divisible by 2, .*got 1; hint'),
     'out': (with_out, [H, H, H], 'out to be None with DTensors'),
     'heads of GQA in one': (packed_heads, [H, R, R], 'qkv of 4 dimensions .*hint: shard q'),
