@@ -22,12 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flash_attn3 import env
 from flash_attn3.api import merging
+from flash_attn3.api.masks import AttentionMask
 from flash_attn3.cpu import reference
-from flash_attn3.ops import autograd, checks, derivatives, dtensors, library
-from flash_attn3.distributed import agreement, copies, exchange
+from flash_attn3.ops import autograd, checks, derivatives, dtensors, library, masked
+from flash_attn3.distributed import agreement, copies, exchange, masks
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
-from flash_attn3.ops.dense_and_varlen import General, for_backward, general_of
+from flash_attn3.ops.dense_and_varlen import (Execution, General, MaskTensors, for_backward,
+                                              general_of)
+from flash_attn3.ops.fp8 import EightBit
 
 _OP = 'ring_attention'
 _attend = torch.ops.flash_attn3.attend.default
@@ -35,7 +39,7 @@ _bwd = torch.ops.flash_attn3.bwd.default
 
 
 class Ring(NamedTuple):
-    """The arguments after q, k, v, sinks and cu_seqlens in the schemas. seqlen -1: all rows. group:
+    """The arguments after q, k, v and other tensors in the schemas. seqlen -1: all rows. group:
     the name of a process group, '' for none.
     """
     group: str
@@ -47,9 +51,9 @@ class Ring(NamedTuple):
     deterministic: bool = False
 
 
-_ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, str group, float softmax_scale, '
-              'SymInt[] window=[-1, -1], float softcap=0.0, SymInt seqlen=-1, bool zigzag=True, '
-              'bool deterministic=False')
+_ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, Tensor? intervals, str group, '
+              'float softmax_scale, SymInt[] window=[-1, -1], float softcap=0.0, '
+              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False')
 LIBRARY = torch.library.Library('flash_attn3', 'FRAGMENT')
 LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)',
                tags=(torch.Tag.pt2_compliant_tag,))
@@ -64,7 +68,8 @@ def ring_attention(
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
-        return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        return_attn_probs: bool = False,
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` on a sequence whose rows are divided among the ranks of a group.
 
     Each rank calls it with the rows that `shard` gives it and gets these rows of the result.
@@ -91,6 +96,9 @@ def ring_attention(
         deterministic: as in `flash_attn_func`; here the gradients of q, k and v repeat. The forward
             always does.
         return_attn_probs: also return lse. Default False.
+        mask: an AttentionMask of intervals of the whole sequence, or of the stream if made with
+            cu_seqlens, in place of causal and windows; the same on all ranks. Its first call waits
+            for the GPU, to see which keys each rank needs. seqlen is then that of the mask.
 
     Returns:
         out, of the shape of q with the head_dim of v, or (out, lse), where lse is (batch, heads_q,
@@ -101,7 +109,7 @@ def ring_attention(
         RuntimeError: a wrong rank, shape, dtype, device or number on this rank; no process group; a
             peer that does not answer within the group's time limit. With FLASH_ATTN3_CHECKS=1 all
             ranks raise it if one has a wrong argument or if they differ.
-        NotImplementedError: DTensors; derivatives as in `flash_attn_func`.
+        NotImplementedError: DTensors; a mask of blocks; derivatives as in `flash_attn_func`.
 
     Example:
         >>> mine = flash_attn3.distributed.shard(tokens)    # (batch, seqlen) -> (batch, rows)
@@ -111,7 +119,7 @@ def ring_attention(
     both = attend_in_group(_OP, (q, k, v), name, dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
-        deterministic=deterministic))
+        deterministic=deterministic, mask=mask))
     return both if return_attn_probs else both[0]
 
 
@@ -136,14 +144,21 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     window = left, 0 if options['causal'] else right
     if is_packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    seqlen = options['seqlen']
+    seqlen, mask, intervals = options['seqlen'], options['mask'], None
     if seqlen is not None and seqlen < 0:    # -1 is no length in the schema
         raise RuntimeError(checks.error(op, 'seqlen to be 0 or more, or None', str(seqlen)))
+    sinks = checks.sinks_of(options['s_aux'], q, op)
+    if mask is not None:
+        masks.check_alone(op, mask, window)
+        if q.is_cuda and checks.needs_grad(q, k, v, sinks) and (
+                text := masked.gradient_text(op, options['softcap'])):
+            raise NotImplementedError(text)
+        intervals = masks.intervals_of(op, mask, q, seqlen, starts)
+        seqlen, starts = intervals.size(1), None
     own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), window,
                options['softcap'], -1 if seqlen is None else seqlen, options['zigzag'],
                checks.wants_determinism(options['deterministic']))
-    sinks = checks.sinks_of(options['s_aux'], q, op)
-    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, *own)
+    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, intervals, *own)
     return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
 
 
@@ -152,11 +167,15 @@ def _starts_of(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
     return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
 
 
-def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None) -> Plan:
+def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None,
+          intervals: Tensor | None) -> masks.MaskedPlan:
     rank, ranks = exchange.place_of(own.group)
     rows = q.size(1)
     seqlen = ranks * rows if own.seqlen == -1 else own.seqlen
-    return plan_of(Layout(ranks, rows, seqlen, own.zigzag), rank, tuple(own.window), starts)
+    layout = Layout(ranks, rows, seqlen, own.zigzag)
+    if intervals is not None:
+        return masks.plan_of(intervals, layout, rank)
+    return masks.MaskedPlan(plan_of(layout, rank, tuple(own.window), starts), {})
 
 
 def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, own: Ring) -> str:
@@ -183,12 +202,12 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     return ''
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,
-           own: Ring) -> None:
-    tensors = dict(q=q, k=k, v=v, s_aux=sinks)
+def _check(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, own: Ring) -> None:
     scalars = own._asdict() | {'causal or window_size': tuple(own.window),
                                'cu_seqlens': starts}
     del scalars['group'], scalars['window']
+    if env.CHECK_CONTENTS:
+        scalars['contents of mask'] = masks.fact_of(tensors['mask'])
     agreement.check(_OP, own.group, _problem(tensors, starts, own),
                     agreement.facts_of(tensors, scalars))
 
@@ -225,6 +244,15 @@ def _general_of_call(q: Tensor, call: Call, sinks: Tensor | None, own: Ring) -> 
     tile = call.tiles[0]
     lists = _lists(call, q.device) if len(call.tiles) > 1 else {}
     return _general(q, (tile.left, tile.right), sinks if tile.is_own else None, own, **lists)
+
+
+def _of_mask(mask: AttentionMask | None, q: Tensor, keys: list[Tensor], general: General,
+             with_gradients: bool) -> MaskTensors:
+    """What the ops take of the mask of a step, whose lists it keeps."""
+    if mask is None:
+        return MaskTensors()
+    tiles = masked.tiles_of(q, keys[1], general, with_gradients)
+    return mask.tensors_of(_OP, (q, keys[0]), (), tiles, lambda: None)
 
 
 @lru_cache(maxsize=256)
@@ -280,17 +308,20 @@ class _Parts:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
-             *arguments) -> tuple[Tensor, Tensor]:
+             intervals: Tensor | None, *arguments) -> tuple[Tensor, Tensor]:
     """The op `fwd_ring` on CPU and CUDA tensors."""
     own = Ring(*arguments)
     starts = _starts_of(cu_seqlens)
-    _check(q, k, v, sinks, starts, own)
-    plan = _plan(q, own, starts)
+    _check(dict(q=q, k=k, v=v, s_aux=sinks, mask=intervals), starts, own)
+    plan, masks_by_step = _plan(q, own, starts, intervals)
     parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v))
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> None:
-        out, lse, _ = _attend(_cut(q, call.rows, call), *_cut_keys(keys, step, call), None,
-                              *_general_of_call(q, call, sinks, own))
+        rows, general = _cut(q, call.rows, call), _general_of_call(q, call, sinks, own)
+        cut = _cut_keys(keys, step, call)
+        given = _of_mask(masks_by_step.get(step), rows, cut, general, False)
+        rest = () if not masks_by_step else (*Execution()[:-1], *EightBit(), *given)
+        out, lse, _ = _attend(rows, *cut, None, *general, *rest)
         if len(call.tiles) > 1:
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         parts.add(call.rows, out, lse)
@@ -364,10 +395,10 @@ class _KeyGradients:
 
 def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
               lse: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
-              *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+              intervals: Tensor | None, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op `bwd_ring` on CPU and CUDA tensors."""
     own = Ring(*arguments)
-    plan = _plan(q, own, _starts_of(cu_seqlens))
+    plan, masks_by_step = _plan(q, own, _starts_of(cu_seqlens), intervals)
     has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
     link = copies.link_of(_OP, own.group, (k, v))
     dq, key_gradients = _Total(q, has_two), _KeyGradients(
@@ -376,11 +407,13 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> list[Tensor]:
         """dk and dv of a call."""
-        general = _general_of_call(q, call, sinks, own)
+        rows, general = _cut(q, call.rows, call), _general_of_call(q, call, sinks, own)
+        cut = _cut_keys(keys, step, call)
+        given = _of_mask(masks_by_step.get(step), rows, cut, general, True)
         *part, dsinks_part = _bwd(
-            _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
-            *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
-            *for_backward(general, own.deterministic))
+            _cut(dout, call.rows, call), _cut_lse(dlse, call), rows, *cut,
+            _cut(out, call.rows, call), _cut_lse(lse, call),
+            *for_backward(general, own.deterministic, given))
         dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
         dq.add(call.rows, dq_part)
         if general.sinks is not None:
@@ -418,21 +451,21 @@ def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,
 
 # ----------------------------------------------------------------------------------------- the ops
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *arguments = inputs
+    q, k, v, sinks, cu_seqlens, intervals, *arguments = inputs
     ctx.own = Ring(*arguments)
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, intervals)
     ctx.set_materialize_grads(False)
 
 
 def _formula(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     """Gradients for the inputs of `fwd_ring`."""
-    *tensors, sinks, cu_seqlens = ctx.saved_tensors
+    *tensors, sinks, cu_seqlens, intervals = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(tensors[3])
     *gradients, dsinks = autograd.first_derivatives(
         _OP, torch.ops.flash_attn3.bwd_ring.default, dout, dlse, *tensors, sinks, cu_seqlens,
-        *ctx.own)
-    return *gradients, None if sinks is None else dsinks, None, *(None for _ in Ring._fields)
+        intervals, *ctx.own)
+    return *gradients, None if sinks is None else dsinks, None, None, *(None for _ in Ring._fields)
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:

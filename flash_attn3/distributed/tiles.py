@@ -43,6 +43,11 @@ class Layout(NamedTuple):
         last = [(size, (2 * self.ranks - 1 - rank) * size)] if self.zigzag else []
         return [(0, rank * size), *last]
 
+    def positions_of(self, rank: int) -> int:
+        """How many rows of a rank are positions: its first ones, before padding."""
+        return sum(min(max(self.seqlen - start, 0), self.chunk_rows)
+                   for _, start in self.chunks(rank))
+
 
 def layout_of(seqlen: int, ranks: int, parts: int = 1, zigzag: bool = True) -> Layout:
     """The layout with the least padding in which the rows of a rank divide into equal parts."""
@@ -201,8 +206,12 @@ def plan_of(layout: Layout, rank: int, window: tuple[int, int],
         calls = calls_of(segments_by_rank[rank], segments_by_rank[source], window, one_tile)
         theirs = calls_of(segments_by_rank[target], segments_by_rank[rank], window, one_tile)
         steps.append(Step(source, target, _extent(calls), _extent(theirs), calls))
+    return Plan(tuple(steps), cells_of(steps))
+
+
+def cells_of(steps: list[Step]) -> tuple[tuple[int, int], ...]:
+    """The cells of a Plan with these steps."""
     ranges = {call.rows for step in steps for call in step.calls}
     bounds = sorted({bound for pair in ranges for bound in pair})
-    cells = tuple(pair for pair in zip(bounds, bounds[1:])
-                  if any(first <= pair[0] and pair[1] <= end for first, end in ranges))
-    return Plan(tuple(steps), cells)
+    return tuple(pair for pair in zip(bounds, bounds[1:])
+                 if any(first <= pair[0] and pair[1] <= end for first, end in ranges))

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flash_attn3.api.interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.api.masks import AttentionMask
 from flash_attn3.ops import autograd, checks, derivatives, dtensors
-from flash_attn3.distributed import agreement, exchange, ring
+from flash_attn3.distributed import agreement, exchange, masks, ring
 from flash_attn3.ops.dense_and_varlen import General, general_of
 
 _OP = 'ulysses_attention'
@@ -30,7 +33,8 @@ def ulysses_attention(
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
-        return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        return_attn_probs: bool = False,
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """`ring_attention` with the heads divided among the ranks of a group: two all-to-alls a call.
 
     Args:
@@ -44,6 +48,7 @@ def ulysses_attention(
         softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag,
             deterministic, return_attn_probs: as in `ring_attention`. s_aux: of all heads. The rows
             of the whole group are even with zigzag.
+        mask: as in `ring_attention`; without ring_group it may have blocks, of all heads.
 
     Returns:
         As `ring_attention`. The gradient of s_aux is 0 for heads of other ranks.
@@ -66,20 +71,46 @@ def ulysses_attention(
                              softmax_scale=softmax_scale, op=_OP)
         agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))
+    if mask is not None:
+        masks.check_alone(_OP, mask, (-1, 0) if causal else checks.window_sides(window_size, _OP))
+        mask = mask.of_heads(_OP, (q.size(-2), k.size(-2)), rank, ranks)
     repeats = ranks // math.gcd(k.size(-2), ranks)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, -2) for x in (k, v))
     heads = q.size(-2) // ranks
-    out, lse = ring.attend_in_group(
-        _OP, tuple(_rows_of_heads(x, ranks, name) for x in (q, k, v)), ring_name, dict(
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-            s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], cu_seqlens=cu_seqlens,
-            seqlen=seqlen, zigzag=zigzag, deterministic=deterministic))
+    tensors = tuple(_rows_of_heads(x, ranks, name) for x in (q, k, v))
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic,
+                   s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], mask=mask)
+    if mask is not None and not ring_name:
+        out, lse = _attend_all(tensors, cu_seqlens, seqlen, options)
+    else:
+        out, lse = ring.attend_in_group(_OP, tensors, ring_name, options | dict(
+            causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, seqlen=seqlen,
+            zigzag=zigzag))
     out = _heads_of_rows(out, ranks, name)
     if not return_attn_probs:
         return out
     lse = _heads_of_rows(lse.transpose(-1, -2).unsqueeze(-1), ranks, name)
     return out, lse.squeeze(-1).transpose(-1, -2).contiguous()
+
+
+def _attend_all(tensors: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | Sequence[int] | None,
+                seqlen: int | None, options: dict) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all rows with a mask, which needs no ring. options: of `flash_attn_func`."""
+    rows = tensors[0].size(-3)
+    seqlen = options['mask'].rows if seqlen is None else seqlen
+    padding = 0 if seqlen is None else rows - seqlen
+    if padding < 0:
+        raise RuntimeError(checks.error(_OP, f'seqlen to be at most {rows}, the rows of all ranks',
+                                        str(seqlen)))
+    q, k, v = (x.narrow(-3, 0, rows - padding) for x in tensors)
+    if q.dim() == 4:
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    else:
+        starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+        out, lse = flash_attn_varlen_func(q, k, v, starts, starts, 0, 0, return_attn_probs=True,
+                                          **options)
+    return F.pad(out, (0, 0, 0, 0, 0, padding)), F.pad(lse, (0, padding), value=-math.inf)
 
 
 def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: int) -> str:

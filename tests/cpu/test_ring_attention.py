@@ -4,6 +4,7 @@ of the whole sequence in one process, in float64 and by the bar of tests/support
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import time
 import weakref
@@ -21,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn3 import distributed
+from flash_attn3 import AttentionMask, distributed, env
 from flash_attn3.ops import library
-from flash_attn3.distributed import copies, exchange, ring
+from flash_attn3.distributed import copies, exchange, masks, ring
 from flash_attn3.cpu.reference import Mask, Score
 
 from tests.cpu.two_processes import Pair
@@ -34,6 +35,7 @@ from tests.support.distributed_cases import (CASES, Case, Drawn, attention_of, d
 pytestmark = pytest.mark.slow
 
 RANKS = 4
+_START = exchange.Link.start
 
 
 @pytest.fixture(scope='module')
@@ -217,9 +219,9 @@ def check_memory(rank: int, most: tuple[list[float], list[float]]) -> None:
         # The op that merges on a GPU, not plain PyTorch with its temporaries.
         patch.setattr(ring.merging, '_list_is_served', lambda *_: True)
         with Alive((q, k, v)) as forward:
-            out, lse = ring._forward(q, k, v, None, None, *own)
+            out, lse = ring._forward(q, k, v, None, None, None, *own)
         with Alive((q, k, v, dout, out, lse)) as backward:
-            ring._backward(dout, None, q, k, v, out, lse, None, None, *own)
+            ring._backward(dout, None, q, k, v, out, lse, None, None, None, *own)
     for alive, limits in zip((forward, backward), most):
         found = [x / q.nbytes for x in (*alive.in_calls, alive.most)]
         limits = [limit + 0.15 for limit in (*limits, max(limits))]    # LSEs
@@ -301,6 +303,93 @@ def test_compile(ranks):
     ranks.run(check_compiled, 'aot_eager')
 
 
+# ------------------------------------------------------------------------------------------ masks
+def check_mask_is_kept(rank: int) -> None:
+    """What ranks compute with a mask is planned once, also for the gradients. Ranks that share no
+    document exchange nothing, and the mask leaves with its tensors.
+    """
+    mask = AttentionMask.documents(torch.tensor([0, 16, 32, 48, 64], dtype=torch.int32), 64)
+    q = torch.randn(1, 16, 4, 16, requires_grad=True)
+    sent, plans, plan = [], [], masks._plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, '_plan', lambda *given: plans.append(1) or plan(*given))
+        patch.setattr(exchange.Link, 'start', lambda self, *given: sent.extend(
+            x.numel() for x in given[0]) or _START(self, *given))
+        for _ in range(2):
+            distributed.ring_attention(q, q, q, mask=mask, zigzag=False).sum().backward()
+    assert len(plans) == 1 and sum(sent) == 0
+    count = len(masks._plans)
+    del mask
+    gc.collect()
+    assert len(masks._plans) == count - 1
+
+
+def test_masks_are_kept(ranks):
+    ranks.run(check_mask_is_kept)
+
+
+def check_compiled_mask(rank: int) -> None:
+    mask = AttentionMask.prefix_lm(torch.tensor([9], dtype=torch.int32), 64)
+
+    def both(q: Tensor, mask: AttentionMask) -> Tensor:
+        return (distributed.ring_attention(q * 2, q, q, mask=mask)
+                + distributed.ulysses_attention(q * 2, q, q, mask=mask))
+
+    results = []
+    for function in (both, torch.compile(both, backend='aot_eager', fullgraph=True)):
+        torch.manual_seed(rank)
+        q = torch.randn(1, 16, 4, 16, requires_grad=True)
+        out = function(q, mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), q)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_masks(ranks):
+    ranks.run(check_compiled_mask)
+
+
+def check_wrong_masks(rank: int) -> None:
+    q = torch.randn(2, 16, 4, 16)
+    prefix = torch.tensor([3, 4], dtype=torch.int32)
+    mask = AttentionMask.prefix_lm(prefix, 64)
+    starts = torch.tensor([0, 20, 64], dtype=torch.int32)
+    blocks = AttentionMask.from_blocks(torch.ones(3, 1, 1, dtype=torch.bool), 64, 64)
+    wrong = torch.zeros(64, 1, 2, dtype=torch.int32)
+    wrong[5, 0, 1] = 65
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses'))
+    both = dict(group=mesh['ulysses'], ring_group=mesh['ring'])
+    for options, text in (
+            (dict(mask=mask, causal=True), 'no causal and no window_size with mask'),
+            (dict(mask=wrong), 'mask to be an AttentionMask, got Tensor'),
+            (dict(mask=AttentionMask.prefix_lm(prefix, 64), seqlen=60), 'a seqlen_q of 60, got on'),
+            (dict(mask=AttentionMask.prefix_lm(prefix[:1].repeat(3), 64)), '2 sequences, the bat'),
+            (dict(mask=AttentionMask.prefix_lm(prefix, 65)), 'seqlen to be at most 64'),
+            (dict(mask=AttentionMask.prefix_lm(prefix, 64, starts)), 'dense sequences, made with'),
+            (dict(mask=AttentionMask.from_intervals(wrong)), r'intervals\[0, 5, 0\] .* to 65')):
+        for function in (distributed.ring_attention, distributed.ulysses_attention):
+            with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
+                function(q, q, q, **options)
+    with pytest.raises(NotImplementedError, match='ring_attention: expected a mask of intervals'):
+        distributed.ring_attention(q, q, q, mask=blocks & mask)
+    with pytest.raises(RuntimeError, match='ulysses_attention: expected mask for 4 heads of q'):
+        distributed.ulysses_attention(q, q, q, mask=blocks)
+    with pytest.raises(NotImplementedError, match='ulysses_attention: expected a mask of interv'):
+        distributed.ulysses_attention(q, q, q, mask=AttentionMask.from_blocks(
+            torch.ones(4, 1, 1, dtype=torch.bool), 64, 64), **both)
+    packed = AttentionMask.prefix_lm(prefix, 64, starts)
+    with pytest.raises(RuntimeError, match='mask with the cu_seqlens of the call'):
+        distributed.ring_attention(q[0], q[0], q[0], mask=packed, cu_seqlens=(0, 30, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, 'CHECK_CONTENTS', True)
+        own = AttentionMask.prefix_lm(prefix + (rank == 2), 64)
+        with pytest.raises(RuntimeError, match='the same contents of mask on all ranks'):
+            distributed.ring_attention(q, q, q, mask=own)
+
+
+def test_wrong_masks(ranks):
+    ranks.run(check_wrong_masks)
+
+
 # ------------------------------------------------------------------------------------ bad input
 def call_with(group, change: str, **options) -> None:
     q, k, v = (torch.randn(1, 8, 4, 16) for _ in range(3))
@@ -333,7 +422,6 @@ DIFFERENT = {    # what rank 2 does, and what all ranks then say
 
 
 def check_different(rank: int, change: str) -> None:
-    from flash_attn3 import env
     env.CHECK_CONTENTS = True
     with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + DIFFERENT[change]):
         call_with(None, change if rank == 2 else '')

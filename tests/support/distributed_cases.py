@@ -12,18 +12,61 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func
-from flash_attn3.cpu import reference
+from flash_attn3 import AttentionMask, distributed, flash_attn_func, flash_attn_varlen_func
+from flash_attn3.cpu import reference, visible_keys
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 from tests.support.lists import lengths_of
 
 DOCUMENTS = (0, 3, 3, 17, 20, 41)
 
 
+def _rows_of(rows: int) -> Tensor:
+    return torch.arange(rows, dtype=torch.int32)
+
+
+def _documents(rows: int, _) -> AttentionMask:
+    ends = [[0, rows // 7, rows // 2, rows], [rows // 5, rows // 5, rows - 3, rows - 1]]
+    return AttentionMask.documents(torch.tensor(ends, dtype=torch.int32), rows)
+
+
+def _window(rows: int, _) -> AttentionMask:
+    """Behind attention sinks; the last queries see nothing."""
+    row = _rows_of(rows)
+    ends = [torch.zeros_like(row), torch.full_like(row, min(2, rows)), row - rows // 8,
+            row + rows // 20 + 1]
+    intervals = torch.stack(ends, -1).clamp(0, rows).view(-1, 2, 2)
+    intervals[rows - rows // 5:] = 0
+    return AttentionMask.from_intervals(intervals)
+
+
+def _scattered(rows: int, _) -> AttentionMask:
+    """Two intervals of each query of each sequence, without an order."""
+    ends = torch.stack([_rows_of(rows) * step % (rows + 1) for step in (7, 11, 3, 13)], -1)
+    intervals = torch.stack([ends, ends.flip(0)]).view(2, rows, 2, 2)
+    return AttentionMask.from_intervals(intervals.sort(-1).values.contiguous())
+
+
+def _blocks_of(heads: int) -> Callable:
+    def make(rows: int, _) -> AttentionMask:
+        count = -(-rows // 64)
+        shown = torch.arange(heads * count * count).view(heads, count, count) % 3 != 1
+        return AttentionMask.from_blocks(shown, 64, 64) & _scattered(rows, None)
+    return make
+
+
+MASKS: dict[str, Callable] = {    # from the rows and cu_seqlens of a case
+    'prefix': lambda rows, _: AttentionMask.prefix_lm(
+        torch.tensor([rows // 3, rows - 2], dtype=torch.int32), rows),
+    'packed': lambda rows, starts: AttentionMask.prefix_lm(
+        torch.tensor([1, 0, 9, 0, 12], dtype=torch.int32), rows, starts),
+    'documents': _documents, 'window': _window, 'scattered': _scattered,
+    'query heads': _blocks_of(4), 'KV heads': _blocks_of(2)}
+
+
 class Case(NamedTuple):
     """A call: ranks of the ring and of ulysses, rows of the whole, and arguments.
 
-    options: of `ring_attention`; s_aux True: drawn ones.
+    options: of `ring_attention`; s_aux True: drawn ones; mask: a name in MASKS.
     """
     ring: int
     ulysses: int
@@ -39,6 +82,15 @@ class Case(NamedTuple):
     def dim(self) -> int:
         """Which dimension has the rows."""
         return 0 if self.is_packed else 1
+
+    def mask_on(self, device: torch.device) -> dict[str, AttentionMask]:
+        """The option that is the mask, if there is one, on a device."""
+        if 'mask' not in self.options:
+            return {}
+        starts = self.options.get('cu_seqlens')
+        with torch.device(device):
+            starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+            return dict(mask=MASKS[self.options['mask']](self.rows, starts))
 
     def larger(self, factor: int) -> Case:
         """With so many times the rows, the windows and the documents."""
@@ -73,6 +125,17 @@ CASES = {
     'ulysses, GQA repeated': Case(1, 4, 20, dict(causal=True, s_aux=True)),
     'both': Case(2, 2, 27, dict(causal=True, window_size=(11, -1))),
     'both, contiguous': Case(2, 2, 26, dict(zigzag=False)),
+    'mask of prefixes': Case(4, 1, 48, dict(mask='prefix')),
+    'mask of documents': Case(4, 1, 61, dict(mask='documents')),
+    'mask of scattered keys': Case(3, 1, 29, dict(mask='scattered')),
+    'mask of a window, sinks, contiguous': Case(3, 1, 30, dict(mask='window', zigzag=False,
+                                                               s_aux=True)),
+    'mask, few rows': Case(4, 1, 5, dict(mask='scattered')),
+    'mask, packed': Case(4, 1, 47, dict(mask='packed', cu_seqlens=DOCUMENTS)),
+    'ulysses, mask of query heads': Case(1, 4, 21, dict(mask='query heads'), heads_k=4),
+    'ulysses, mask of KV heads, GQA': Case(1, 4, 20, dict(mask='KV heads', s_aux=True)),
+    'ulysses, mask, packed': Case(1, 4, 47, dict(mask='packed', cu_seqlens=DOCUMENTS), heads_k=4),
+    'both, mask': Case(2, 2, 27, dict(mask='scattered')),
     'both, packed': Case(2, 2, 41, dict(causal=True, cu_seqlens=DOCUMENTS))}
 
 
@@ -108,6 +171,7 @@ def loss_of(out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
 def whole(case: Case, tensors: Drawn) -> list[Tensor]:
     """out, lse and the gradients of q, k, v and sinks, in this process alone."""
     options = {name: x for name, x in case.options.items() if name != 'zigzag'}
+    options |= case.mask_on(tensors.q.device)
     leaves = leaves_of(tensors)
     if 's_aux' in options:
         options['s_aux'] = leaves[3]
@@ -121,12 +185,25 @@ def whole(case: Case, tensors: Drawn) -> list[Tensor]:
     return [out, lse, *torch.autograd.grad(loss_of(out, lse, tensors.dout), leaves)]
 
 
+def _visible(case: Case, tensors: Drawn) -> Tensor | list[Tensor] | None:
+    """What the mask of a case shows."""
+    if 'mask' not in case.options:
+        return None
+    mask, (q, k, *_), lists, lengths = case.mask_on('cpu')['mask'], tensors, (), None
+    if case.is_packed:
+        starts = torch.tensor(case.options['cu_seqlens'], dtype=torch.int32)
+        lists, lengths = (starts, starts, 0, 0), lengths_of(starts, starts)
+    given = mask.tensors_of('', (q, k), lists, None, lambda: None)
+    return visible_keys.of_call(*given[:2], (q.size(1), k.size(1)), lengths)
+
+
 def plain(case: Case, tensors: Drawn, lse: Tensor) -> list[Tensor]:
     """The same in the dtype of the tensors at every step, without lse; that of `whole` is given."""
     options = case.options
     score = Score(options.get('softmax_scale', tensors.q.size(-1) ** -0.5),
                   options.get('softcap', 0.0),
-                  Mask(options.get('causal', False), options.get('window_size', (-1, -1))))
+                  Mask(options.get('causal', False), options.get('window_size', (-1, -1)),
+                       visible=_visible(case, tensors)))
     inputs = Inputs(*tensors[:3], tensors.s_aux)
     dlse = lse.cos().masked_fill(lse.isinf(), 0)
     if not case.is_packed:
@@ -165,7 +242,9 @@ def on_ranks(case: Case, tensors: Drawn, attention: tuple, **others) -> list[Ten
     where = dict(dim=case.dim) | where
     *inputs, dout = [distributed.shard(x, pad=float('nan'), **where) for x in tensors[:4]]
     leaves = leaves_of(Drawn(*inputs, dout, tensors.s_aux))
-    options = case.options | others | ({} if tensors.s_aux is None else dict(s_aux=leaves[3]))
+    options = case.options | others | case.mask_on(tensors.q.device)
+    if tensors.s_aux is not None:
+        options['s_aux'] = leaves[3]
     out, lse = attend(*leaves[:3], return_attn_probs=True, seqlen=case.rows, **options)
     gradients = list(torch.autograd.grad(loss_of(out, lse, dout.nan_to_num()), leaves))
     for gradient in gradients[3:]:
