@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 
 from tests.cpu.two_processes import COUNT, own_device, pair_on
 from tests.support import compare
@@ -61,10 +61,23 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
                                   return_attn_probs=True)
 
 
+def with_mask(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """By head and by sequence; every process has the whole mask."""
+    device = q.to_local().device if isinstance(q, DTensor) else q.device
+    rows, blocks = q.size(1), -(-q.size(1) // 64)
+    prefix = torch.arange(q.size(0), dtype=torch.int32, device=device) * 40
+    shown = torch.arange(HEADS_Q * blocks ** 2, device=device).view(HEADS_Q, blocks, blocks)
+    mask = AttentionMask.prefix_lm(prefix, rows) & AttentionMask.from_blocks(
+        (shown % 3 != 1) | torch.eye(blocks, dtype=torch.bool, device=device), 64, 64)
+    return flash_attn_func(q, k, v, mask=mask, return_attn_probs=True)
+
+
 CALLS = {    # the function, the sizes before the heads, the placement of q and that of k and v
     'batch': (dense, (4, 200), Shard(0), Shard(0)),
     'heads': (dense, (4, 200), Shard(2), Shard(2)),
     'heads, k and v in all': (dense, (4, 200), Shard(2), Replicate()),
+    'mask, batch': (with_mask, (4, 200), Shard(0), Shard(0)),
+    'mask, heads': (with_mask, (4, 200), Shard(2), Shard(2)),
     'packed, heads': (packed, (STARTS[-1],), Shard(1), Shard(1))}
 
 
