@@ -34,7 +34,7 @@ from flash_attn3.ops.dense_and_varlen import Execution, General, MaskTensors, fo
 from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.mask_lists import Tiles
 from flash_attn3.cpu.reference_fp8 import Scales
-from tests.support import cache_cases, chosen_cases, mask_cases
+from tests.support import cache_cases, chosen_cases, mask_cases, mask_cases_fp8
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.support.chosen_cases import LATENT, ChosenCase
@@ -79,7 +79,8 @@ MASKS = [MaskCase(((67, 300),) * 2, 'two', by_batch=True, s_aux=True, max_logits
          MaskCase(((150, 200),), 'blind', Blocks(128, 64, heads='k'), softcap=3.0),
          MaskCase(LENGTHS, 'one', Blocks(), is_packed=True, behind=9),
          MaskCase(((3, 5), (200, 100), (0, 7), (130, 0), (300, 400)), blocks=FINE, is_packed=True)]
-MASK_HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)
+MASK_HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
+FP8_MASK_HEAD_DIMS = (128, 128), (256, 256)
 
 
 class Fp8Call(NamedTuple):
@@ -150,11 +151,22 @@ def general_calls() -> list[tuple[GeneralCase, Kind]]:
             for kind in [GradientKind(dtype, head_dim, causal)]]
 
 
+def has_gradients(case: MaskCase) -> bool:
+    return case.softcap == 0 and case.head_dim <= 256
+
+
 def mask_calls() -> list[MaskCase]:
-    """Every kernel with lists; only calls without a softcap have gradients."""
-    return [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v)
-            for dtype in ('bf16', 'fp16') for head_dim, columns_v in MASK_HEAD_DIMS
-            for case in MASKS]
+    """Every kernel with lists for 16 bits."""
+    found = [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v)
+             for dtype in ('bf16', 'fp16') for head_dim, columns_v in MASK_HEAD_DIMS
+             for case in MASKS]
+    return [case for case in found if case.head_dim <= 256 or case.softcap == 0]
+
+
+def fp8_mask_calls() -> list[MaskCase]:
+    """Every kernel with lists for e4m3."""
+    return [dataclasses.replace(case, head_dim=head_dim, head_dim_v=columns_v, max_logits=False)
+            for head_dim, columns_v in FP8_MASK_HEAD_DIMS for case in MASKS if case.softcap == 0]
 
 
 def with_lists(case: MaskCase, device: str) -> tuple[tuple, General, MaskTensors]:
@@ -165,7 +177,7 @@ def with_lists(case: MaskCase, device: str) -> tuple[tuple, General, MaskTensors
     tensors, lists = mask_cases.sequences(case, given)
     general = General(**lists, sinks=given.s_aux, softcap=case.softcap)
     lengths = tuple(lists.values())
-    tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0, case.softcap == 0)
+    tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0, has_gradients(case))
     return tensors, general, given.mask.tensors_of('attend', tensors[:2], lengths, tiles,
                                                    lambda: None)
 
@@ -173,7 +185,7 @@ def with_lists(case: MaskCase, device: str) -> tuple[tuple, General, MaskTensors
 def kernels_of_mask(case: MaskCase) -> set[str]:
     """Those that the planners take on an H100."""
     tensors, general, mask = with_lists(case, 'meta')
-    planners = [_plan.plan_forward, _plan.plan_backward][:1 if case.softcap else 2]
+    planners = [_plan.plan_forward, _plan.plan_backward][:1 + has_gradients(case)]
     return {checks.problem_text(dict(zip('qkv', tensors)), general, mask, rules_of='cuda',
                                 check=planner)['name'] for planner in planners}
 
@@ -231,7 +243,7 @@ def chosen_calls() -> list[ChosenCase]:
     return [ChosenCase(**{'counts': True, 'wild': True, 'count': 70, 'dtype': dtype, **kind},
                        tokens=(queries, 1))
             for dtype in ('bf16', 'fp16') for queries in (3, 132)
-            for kind in (LATENT, dict(head_dim=128, head_dim_v=128))]
+            for kind in (LATENT, dict(LATENT, kv8=True), dict(head_dim=128, head_dim_v=128))]
 
 
 def kernel_of_chosen(case: ChosenCase) -> str:
@@ -241,7 +253,7 @@ def kernel_of_chosen(case: ChosenCase) -> str:
         [given[name].shape for name in ('q', 'k_cache', 'v_cache')], given['q'].dtype,
         {name: given[name] for name in ('qv', 'indices', 'index_counts')
          if name in given}, {'sm_count': 132})
-    return facts['name']
+    return facts['name'] + 'Kv8' * (case.latent and case.kv8)    # explain knows latents of 16 bits
 
 
 def quantize_calls() -> list[Quantized]:
@@ -288,11 +300,16 @@ def run_masked(case: MaskCase) -> None:
     execution = Execution(return_max_logits=case.max_logits)[:-1]
     out, lse, _ = torch.ops.flash_attn3.attend(*tensors, None, *general, *execution, *EightBit(),
                                                *mask)
-    if not case.softcap:
+    if has_gradients(case):
         out, lse, dout, dlse = map(from_host, (out, lse, out, lse))
         for deterministic in (False, True):
             torch.ops.flash_attn3.bwd(dout, dlse, *tensors, out, lse,
                                       *for_backward(general, deterministic, mask))
+    torch.cuda.synchronize()
+
+
+def run_masked_fp8(case: MaskCase) -> None:
+    mask_cases_fp8.run(case, 'cuda')
     torch.cuda.synchronize()
 
 
@@ -388,6 +405,8 @@ def main() -> None:
     built = flash_attn3.built_variants()
     count += run_each([case for case in mask_calls() if kernels_of_mask(case) <= set(built)],
                       run_masked)
+    if '--filled' in sys.argv and 'FwdE4m3D256Lists' in built:    # drawn on the GPU
+        count += run_each(fp8_mask_calls(), run_masked_fp8)
     count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
     count += run_each([case for case in cache_calls() if kernel_on_cache(case) in built], run_cache)
     count += run_each([case for case in chosen_calls() if kernel_of_chosen(case) in built],

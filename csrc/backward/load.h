@@ -30,7 +30,8 @@ struct BwdProducer {
 
   // INVARIANT: whatever this kernel reads or writes in global memory comes after the wait for
   // earlier launches: after this one, since all others wait for a step or for loads from here, or
-  // after that of draw_number() or grant_turns().
+  // after that of draw_number() or grant_turns(). Lists of a mask are older: the launch before this
+  // one has waited for theirs.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     if constexpr (Traits::kSplit == BwdSplit::kKeys) {

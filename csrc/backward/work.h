@@ -37,7 +37,7 @@ struct BwdWork {
 
 // With a mask of lists: a list of tiles of queries for each query head.
 struct ListedBwdWork : BwdWork {
-  int const* lists;  // of query head 0; that of head h is at lists + h * head_stride
+  int const* lists;  // the list of query head 0 for this tile; that of head h is h * head_stride on
   int64_t head_stride;
 
   ListedBwdWork() = default;

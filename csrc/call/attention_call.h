@@ -76,10 +76,10 @@ struct AttentionCall : CallArguments {
   int64_t sink_count() const { return score.sinks ? score.sinks->size[0] : 0; }
 
   // Queries that share a list of keys. Kernels for lists of one block each take dense batches of
-  // narrow heads, without a softcap.
+  // narrow heads of 16 bits, without a softcap.
   int listed_rows() const {
     constexpr int kMostColumns = 128;
-    bool const may_be_blocks = mask.key_lists && !is_packed() && !has_softcap() &&
+    bool const may_be_blocks = mask.key_lists && !is_packed() && !has_softcap() && !is_fp8() &&
                                q.size[3] <= kMostColumns && v.size[3] <= kMostColumns;
     auto const has = [&](int rows) {
       return mask.key_lists->size[2] == ceil_div(int(q.size[1]), rows);

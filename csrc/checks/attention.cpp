@@ -17,23 +17,19 @@ bool check_head_dims(Solver& solver, Call const& call) {
     return solver.in_range("D", {1}) && solver.in_range("Dv", {1});
   }
   int const step = solver.is_fp8() ? 16 : 8;
-  auto const up_to = [&](int most, char const* note) { return Range{step, most, step, note}; };
-  bool const is_listed = call.mask.key_lists || call.mask.query_lists;
-  bool const is_folded = call.execution.split_size > 0 && !call.on_cache;
-  bool const is_chosen = call.choice.keys_chosen && !call.latent.qv;
-  Range const all = up_to(kMaxHeadDim, "");
-  Range const range = call.is_backward  ? up_to(kMaxNarrowHeadDim, " for gradients")
-                      : solver.is_fp8() ? up_to(kMaxNarrowHeadDim, " with float8_e4m3fn")
-                      : is_folded       ? up_to(kMaxNarrowHeadDim, " with split_size")
-                      : is_chosen       ? up_to(kMaxNarrowHeadDim, " with indices")
-                      : is_listed       ? up_to(kMaxNarrowHeadDim, " with mask")
-                                        : all;
+  char const* const note = call.is_backward                                  ? " for gradients"
+                           : solver.is_fp8()                                 ? " with float8_e4m3fn"
+                           : call.execution.split_size > 0 && !call.on_cache ? " with split_size"
+                           : call.choice.keys_chosen && !call.latent.qv      ? " with indices"
+                           : call.mask.key_lists && call.has_softcap() ? " with mask and softcap"
+                                                                       : "";
+  Range const range = {step, *note ? kMaxNarrowHeadDim : kMaxHeadDim, step, note};
   bool const is_padded = solver["D"] % step == 0 || solver["D"] > range.most;
   bool const halves_values =
       solver["D"] <= kLongValuesHeadDim && !solver.is_fp8() && !call.is_backward;
   return solver.in_range("D", range,
                          is_padded ? "" : "pad q, k and v with zeros, and pass softmax_scale") &&
-         solver.in_range("Dv", halves_values ? all : range,
+         solver.in_range("Dv", halves_values ? Range{step, kMaxHeadDim, step} : range,
                          call.is_backward ? "split the columns of v over two calls" : "");
 }
 
@@ -121,11 +117,10 @@ bool check_limits(Solver& solver, Call const& call) {
 
 bool check_attention(Solver& solver, Call const& call) {
   constexpr unsigned kPasses = kCallPass | kKeyPass;
-  MaskArguments const& mask = call.mask;
-  bool const has_lists = bool(call.is_backward ? mask.query_lists : mask.key_lists);
+  bool const has_lists = bool(call.is_backward ? call.mask.query_lists : call.mask.key_lists);
   return check_rules<kPasses>(solver, call) && check_rows<kPasses>(solver, call) &&
          check_limits(solver, call) && (!solver.is_fp8() || check_rows<kScalePass>(solver, call)) &&
-         (!solver.on_cuda() || has_lists || !(mask.mask_rows || mask.mask_blocks) ||
+         (!solver.on_cuda() || has_lists || !(call.mask.mask_rows || call.mask.mask_blocks) ||
           solver.refuse("lists with mask_rows or mask_blocks", "None")) &&
          check_memory<kPasses>(solver, call);
 }

@@ -76,6 +76,7 @@ inline constexpr Row kTensors[] = {
 };
 
 inline bool is_fp8(TensorMeta const& meta) { return meta.dtype == Dtype::kFloat8E4M3; }
+inline bool runs_in_fp8(Call const& c) { return is_fp8(c.q) && c.q.device == DeviceType::kCuda; }
 
 // Latents alone become e4m3: k_cache keeps 16 bits, and new rows have its dtype.
 inline bool quantises_latents(Call const& call) {
@@ -105,8 +106,11 @@ inline constexpr Condition kConditions[] = {
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
     {"num_splits above 1", [](Call const& c) { return c.splits.num_splits > 1; }},
     {"q of float8_e4m3fn", [](Call const& c) { return is_fp8(c.q); }},
-    {"q of float8_e4m3fn on a GPU",
-     [](Call const& c) { return is_fp8(c.q) && c.q.device == DeviceType::kCuda; }},
+    {"q of float8_e4m3fn on a GPU", runs_in_fp8},
+    {"float8_e4m3fn and mask on a GPU",
+     [](Call const& c) { return runs_in_fp8(c) && c.mask.key_lists; }},
+    {"softcap or fp8_accum of 'promote'",
+     [](Call const& c) { return c.has_softcap() || c.fp8.promote; }},
     {"16-bit v for latents of float8_e4m3fn", quantises_latents},
     {"k_cache of float8_e4m3fn", [](Call const& c) { return is_fp8(c.k); }},
     {"v_cache of float8_e4m3fn", [](Call const& c) { return is_fp8(c.v); }},
@@ -148,7 +152,8 @@ inline constexpr Rule kRules[] = {
     {kCallPass, "seqused_k", kNeeds, {"cu_seqlens_k"}},
     {kKeyPass, "mask", kExcludes, {"causal", "window_size", "attention_chunk", "split_size"}},
     {kKeyPass, "mask", kExcludes, {"seqused_q", "seqused_k", "softcap for gradients"}},
-    {kKeyPass, "q of float8_e4m3fn", kExcludes, {"split_size", "mask"}},
+    {kKeyPass, "q of float8_e4m3fn", kExcludes, {"split_size"}},
+    {kKeyPass, "float8_e4m3fn and mask on a GPU", kExcludes, {"softcap or fp8_accum of 'promote'"}},
     {kCallPass, "q of float8_e4m3fn on a GPU", kExcludes, {"return_max_logits"}},
     {kPackedPass, "cu_seqlens_k", kExcludes, {"page_table", "cache_batch_idx", "qv"}},
     {kPackedPass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens", "appended keys"}},

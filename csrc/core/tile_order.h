@@ -70,10 +70,11 @@ struct TileOrder {
   }
 };
 
-// The order of tiles with lists (core/key_list.h): as in `order`, which is longest_first. m counts
-// the tiles of a pair from the longest on. Where the first `outliers` of a pair are far longer than
-// the others, those of all pairs come first, then the others of one pair after the other: a window
-// of 1024 keys and 128 sinks, 32k, backward 440 TFLOP/s instead of 282 (H200, 2026-11-28).
+// The order of tiles with lists (core/key_list.h): m is the rank of the tile among those of its
+// pair, the longest first. `order`, which is longest_first, gives all pairs of a section their
+// tiles of one rank before those of the next. Where the first `outliers` of a pair are far longer
+// than the others, those of all pairs come first, then the others of one pair after the other: a
+// window of 1024 keys and 128 sinks, 32k, backward 440 TFLOP/s instead of 282 (H200, 2026-11-28).
 FA3_HD TileCoord listed_tile(TileOrder const& order, int outliers, int number) {
   if (outliers == 0) {
     TileCoord tile = order.coord(number);

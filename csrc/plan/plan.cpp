@@ -21,8 +21,8 @@ constexpr bool every_problem_has_a_variant() {
       bool const is_narrow = dtype == int(Dtype::kFloat8E4M3);
       for (int i = 1; i <= kTabledHeadDims - is_narrow; ++i) {
         KernelKind const of = kBuiltKinds[kind].kind;
-        bool const has_none =
-            of.is_latent || (of.has_lists() && (is_narrow || i == kTabledHeadDims));
+        bool const has_none = of.is_latent || (of.has_lists() && of.has_softcap() &&
+                                               (is_narrow || i == kTabledHeadDims));
         has &= has_none || (*kFwdCandidates[dtype])[kind][i].count > 0;
       }
     }

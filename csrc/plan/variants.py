@@ -72,7 +72,7 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [('FwdTileD64Short', 64, 'Lists', ''), ('FwdTileD128Short', 128, 'Lists', ''),
               ('FwdTileD256', 256, 'Lists ListsSoftcap', '')]
     tiles += [(f'FwdTileD{head_dim}Block', head_dim, 'Lists', 'Block') for head_dim in (64, 128)]
-    tiles += [('FwdTileD256', 512, f'{both} General Softcap', '')]
+    tiles += [('FwdTileD256', 512, f'{both} General Softcap Lists', '')]
     tiles += [(f'FwdTileD{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
               for head_dim in (64, 128, '192x128', 256, 512)]
     tiles += [(f'FwdTileD{head_dim}CacheKv8', head_dim, 'Cache CacheSoftcap', 'Kv8')
@@ -90,10 +90,10 @@ def _forward_variants() -> list[ForwardVariant]:
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds.split() for dtype in ('Bf16', 'Fp16')]
     tiles = [('FwdTileFp8D64', 64, f'{both} General Softcap', ''),
-             ('FwdTileFp8D256', 256, f'{both} General Softcap', ''),
+             ('FwdTileFp8D256', 256, f'{both} General Softcap Lists', ''),
              ('FwdTileFp8D128', 128, f'{both} General', ''),
              ('FwdTileFp8D128Short', 128, f'{both} General', 'Short'),
-             ('FwdTileFp8D128Short', 128, 'Softcap', ''),
+             ('FwdTileFp8D128Short', 128, 'Softcap Lists', ''),
              ('FwdTileFp8D192x128', '192x128', 'Causal General', '')]
     tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, 'General Softcap', 'Promote')
               for head_dim in (64, 128, 256)]

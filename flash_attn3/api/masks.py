@@ -15,10 +15,10 @@ from torch.compiler import is_compiling
 from flash_attn3.ops import checks, mask_lists
 from flash_attn3.ops.dense_and_varlen import MaskTensors
 from flash_attn3.ops.mask_lists import BLOCK, Layout, Tiles
-from flash_attn3.ops.mask_shapes import Documents, Lengths, exactly, in_blocks, saveable
+from flash_attn3.ops.mask_shapes import (OP, Documents, Lengths, check_ints, check_starts,
+                                         check_trees, described, exactly, in_blocks, saveable)
 
 _mask_lists = torch.ops.flash_attn3.mask_lists.default
-_OP = 'AttentionMask'
 _BLOCKS = 64, 128
 _MOST_INTERVALS = 2
 _MOST_KEPT = 8    # how many kinds of call (lengths, head dims, heads) a mask keeps lists for
@@ -87,10 +87,10 @@ class AttentionMask:
         if (intervals.dtype != torch.int32 or intervals.dim() not in ((3,) if is_packed else (3, 4))
                 or intervals.size(-1) != 2 or intervals.size(-2) not in (1, _MOST_INTERVALS)):
             raise RuntimeError(checks.error(
-                f'{_OP}.from_intervals', f'intervals of int32 {shape}, n from 1 to 2',
-                _described(intervals)))
+                f'{OP}.from_intervals', f'intervals of int32 {shape}, n from 1 to 2',
+                described(intervals)))
         if is_packed:
-            _check_starts('from_intervals', 'cu_seqlens', cu_seqlens, intervals.device)
+            check_starts('from_intervals', 'cu_seqlens', cu_seqlens, intervals.device)
             return AttentionMask(intervals, None, Lengths(), Lengths(), cu_seqlens)
         intervals = intervals if intervals.dim() == 4 else intervals[None]
         return AttentionMask(intervals, None, exactly(intervals.size(1)), Lengths())
@@ -105,14 +105,14 @@ class AttentionMask:
                 longest sequence, those of others begin with the first.
             block_q, block_k: queries and keys of a block, 64 or 128.
         """
-        name = f'{_OP}.from_blocks'
+        name = f'{OP}.from_blocks'
         for argument, size in (('block_q', block_q), ('block_k', block_k)):
             if type(size) is not int or size not in _BLOCKS:
                 raise RuntimeError(checks.error(name, f'{argument} to be 64 or 128', repr(size)))
         if block_mask.dtype != torch.bool or block_mask.dim() not in (3, 4):
             raise RuntimeError(checks.error(
                 name, 'block_mask of bool ([batch or 1,] heads, q blocks, k blocks)',
-                _described(block_mask)))
+                described(block_mask)))
         blocks = block_mask if block_mask.dim() == 4 else block_mask[None]
         lengths = [in_blocks(count, size) for count, size in zip(blocks.shape[2:],
                                                                   (block_q, block_k))]
@@ -132,7 +132,7 @@ class AttentionMask:
                 blocks must be full ones, which is read from the device.
             intervals: made by from_intervals or a method after it: the same mask within blocks.
         """
-        name = f'{_OP}.from_block_mask'
+        name = f'{OP}.from_block_mask'
         sizes = block_mask.BLOCK_SIZE
         if any(size not in _BLOCKS for size in sizes):
             raise RuntimeError(checks.error(name, 'a BLOCK_SIZE of 64 or 128', str(sizes)))
@@ -157,7 +157,7 @@ class AttentionMask:
             seqlen: queries and keys of a sequence.
             causal: False: a query sees its whole document.
         """
-        _check_ints('documents', 'cu_documents', cu_documents, (1, 2))
+        check_ints('documents', 'cu_documents', cu_documents, (1, 2))
         row = torch.arange(seqlen, dtype=torch.int32, device=cu_documents.device)
         row = row.expand(*cu_documents.shape[:-1], seqlen).contiguous()
         last = cu_documents.size(-1) - 1
@@ -180,12 +180,12 @@ class AttentionMask:
             seqlen: queries and keys of a sequence; packed: total_q.
             cu_seqlens: (batch + 1,) int32, where packed sequences of queries begin.
         """
-        _check_ints('prefix_lm', 'prefix', prefix, (1,), least=0)
+        check_ints('prefix_lm', 'prefix', prefix, (1,), least=0)
         row = torch.arange(seqlen, dtype=torch.int32, device=prefix.device)
         if cu_seqlens is None:
             ends = torch.maximum(prefix[:, None], row + 1)
         else:
-            _check_starts('prefix_lm', 'cu_seqlens', cu_seqlens, prefix.device, prefix.size(0) + 1)
+            check_starts('prefix_lm', 'cu_seqlens', cu_seqlens, prefix.device, prefix.size(0) + 1)
             layout = Layout(seqlen, seqlen, cu_seqlens)
             if layout.batch == 0:
                 ends = torch.zeros_like(row)
@@ -212,11 +212,11 @@ class AttentionMask:
                 from 0 on, never falling.
             seqlen: queries and keys of a sequence.
         """
-        _check_ints('completions', 'cu_seqlens', cu_seqlens, (1,))
-        _check_starts('completions', 'cu_trees', cu_trees, cu_seqlens.device)
+        check_ints('completions', 'cu_seqlens', cu_seqlens, (1,))
+        check_starts('completions', 'cu_trees', cu_trees, cu_seqlens.device)
         if not is_compiling() and checks.reads_contents(cu_seqlens) and not (
                 checks.has_no_data(cu_seqlens)):
-            _check_trees(cu_seqlens.tolist(), cu_trees.tolist(), seqlen)
+            check_trees(cu_seqlens.tolist(), cu_trees.tolist(), seqlen)
         begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
         row = torch.arange(seqlen, dtype=torch.int32, device=cu_seqlens.device)
         if not (segments := begins.size(0)):
@@ -244,7 +244,7 @@ class AttentionMask:
             causal: False: a query sees its whole segment.
             device: where the mask is made.
         """
-        name = f'{_OP}.tree'
+        name = f'{OP}.tree'
         if len(lengths) != len(parents):
             raise RuntimeError(checks.error(name, f'{len(lengths)} parents, one for each segment',
                                             str(len(parents))))
@@ -284,7 +284,7 @@ class AttentionMask:
                 starts.shape != others.shape
                 or (checks.reads_contents(starts) and not checks.has_no_data(starts)
                     and not torch.equal(starts, others))):
-            raise RuntimeError(checks.error(f'{_OP}.__and__', 'masks with the same cu_seqlens',
+            raise RuntimeError(checks.error(f'{OP}.__and__', 'masks with the same cu_seqlens',
                                             'others'))
         both = AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
                              self._seqlen_k & other._seqlen_k, starts)
@@ -400,7 +400,8 @@ class AttentionMask:
         """
         q, k = tensors
         layout, batch, heads = _sizes_of(q, k, lengths)
-        if self._is_fine and tiles is not None and not lengths and layout.queries > BLOCK:
+        is_dense = layout.cu_seqlens_q is None and layout.queries > BLOCK
+        if self._is_fine and tiles is not None and is_dense and q.itemsize > 1:
             tiles = tiles.of_blocks()
         key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))
@@ -544,48 +545,6 @@ def _interval_problem(intervals: Tensor, most: int | Tensor,
             f'{begin[place]} to {end[place]}')
 
 
-def _described(x) -> str:
-    if not isinstance(x, Tensor):
-        return repr(x)
-    return f'{tuple(x.shape)}, {checks.dtype_name(x.dtype)}'
-
-
-def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...],
-                least: int = 1) -> None:
-    is_one = isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() in ranks
-    if not is_one or x.size(-1) < least:
-        raise RuntimeError(checks.error(
-            f'{_OP}.{method}', f'{name} to be int32 of {" or ".join(map(str, ranks))} dimensions',
-            _described(x)))
-
-
-def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
-                  count: int | None = None) -> None:
-    """Checks cu_seqlens. count: how many numbers it must have; None: any."""
-    _check_ints(method, name, x, (1,))
-    if x.device != device or (count is not None and count != x.size(0)):
-        raise RuntimeError(checks.error(
-            f'{_OP}.{method}', f'{name} on {device}' + f' of {count} numbers' * (count is not None),
-            f'{x.size(0)} on {x.device}'))
-
-
-def _check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
-    """Checks what completions() is given."""
-    segments = len(starts) - 1
-    problem = checks.sequences_problem('a sequence', starts, [], seqlen, suffix='')
-    if trees[0] != 0:
-        problem = problem or ('cu_trees[0] to be 0', str(trees[0]))
-    for tree, (first, end) in enumerate(zip(trees, trees[1:])):
-        if not first <= end <= segments:
-            problem = problem or (
-                f'cu_trees[{tree + 1}], the end of tree {tree}, to be from {first}, its prompt, to '
-                f'{segments}, the segments', str(end))
-    if trees[-1] != segments:
-        problem = problem or (f'cu_trees to end at {segments}, the segments', str(trees[-1]))
-    if problem:
-        raise RuntimeError(checks.error(f'{_OP}.completions', *problem))
-
-
 def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
     """A mask of intervals for a call with seqlen_k = seqlen_q = seqlen."""
     mask = AttentionMask.from_intervals(intervals)
@@ -606,7 +565,7 @@ def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor
     except RuntimeError as problem:
         if 'flash_attn3' in str(problem):
             raise
-        raise RuntimeError(checks.error(f'{_OP}.__and__', f'{name} of the same sizes',
+        raise RuntimeError(checks.error(f'{OP}.__and__', f'{name} of the same sizes',
                                         f'{tuple(one.shape)} and {tuple(other.shape)}')) from None
 
 
@@ -620,7 +579,7 @@ def _both_intervals(one: Tensor, other: Tensor) -> Tensor:
     counts = one.size(-2), other.size(-2)
     if min(counts) > 1 or one.dim() != other.dim():
         raise RuntimeError(checks.error(
-            f'{_OP}.__and__', 'masks of as many sequences, one of them of one interval a query',
+            f'{OP}.__and__', 'masks of as many sequences, one of them of one interval a query',
             f'{tuple(one.shape)} and {tuple(other.shape)}'))
     begin = torch.maximum(one[..., 0], other[..., 0])
     return torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)

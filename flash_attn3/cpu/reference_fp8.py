@@ -86,9 +86,9 @@ def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | Non
     if lengths is None:
         return _emulate(Inputs(q, k, v, s_aux), v_scales, score)
     out = q.new_zeros(*q.shape[:2], v.size(2))
-    for rows, keys in lengths.slices():
+    for number, (rows, keys) in enumerate(lengths.slices()):
         one = Inputs(q[None, rows], k[None, keys], v[None, keys], s_aux)
-        out[rows] = _emulate(one, v_scales[None, keys], score)[0]
+        out[rows] = _emulate(one, v_scales[None, keys], score.of_sequence(number))[0]
     return out
 
 

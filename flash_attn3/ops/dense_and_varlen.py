@@ -94,6 +94,13 @@ def score_of(q: Tensor, general: General, visible: Tensor | list[Tensor] | None 
     return Score(library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
 
 
+def visible_of(q: Tensor, k: Tensor, general: General,
+               mask: MaskTensors) -> Tensor | list[Tensor] | None:
+    """The keys that a mask shows (cpu/visible_keys.py); None without one."""
+    return visible_keys.of_call(mask.mask_rows, mask.mask_blocks, (q.size(1), k.size(1)),
+                                lengths_of(general))
+
+
 def sequences_of(own: tuple) -> Lengths:
     """The lists of lengths among the arguments of an op; they may be None."""
     return Lengths(Sequences(own.cu_seqlens_q, own.seqused_q),
@@ -156,11 +163,9 @@ def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, general: General, return_max_logits: bool,
            mask: MaskTensors = MaskTensors()) -> reference.Outputs:
     """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
-    lengths = lengths_of(general)
-    visible = visible_keys.of_call(mask.mask_rows, mask.mask_blocks,
-                                   (q.size(1), k.size(1)), lengths)
-    return reference.attend(inputs_of(q, k, v, general), score_of(q, general, visible),
-                            reference.wide_dtype(q.dtype), return_max_logits, lengths)
+    return reference.attend(inputs_of(q, k, v, general),
+                            score_of(q, general, visible_of(q, k, general, mask)),
+                            reference.wide_dtype(q.dtype), return_max_logits, lengths_of(general))
 
 
 # ---------------------------------------------------------------------------- CPU implementations
@@ -202,12 +207,10 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
     checks.check_backward(tensors, general._replace(softcap=0.0) if is_masked else general, mask)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents(q, k, general)
-    lengths = lengths_of(general)
-    visible = visible_keys.of_call(mask.mask_rows, mask.mask_blocks,
-                                   (q.size(1), k.size(1)), lengths)
+    visible = visible_of(q, k, general, mask)
     *gradients, dsinks = reference.attend_backward(
         dout, dlse, inputs_of(q, k, v, general), score_of(q, general, visible),
-        reference.wide_dtype(q.dtype), Outputs(out, lse), lengths)
+        reference.wide_dtype(q.dtype), Outputs(out, lse), lengths_of(general))
     return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -220,19 +220,27 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
 
 def _forward_fp8(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: General,
                  execution: Execution, mask: MaskTensors) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_forward(tensors, eight_bit, own, execution, mask, check=_plan.check_fp8)
+    check_forward(tensors, eight_bit, own, execution, mask)
     q, k, v, _ = tensors.values()
     dense_and_varlen.check_contents(q, k, own)
-    result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits)
+    result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits, mask)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
     return result.out.to(eight_bit.out_dtype), result.lse, row_max
 
 
+def check_forward(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: General,
+                  execution: Execution, mask: MaskTensors = MaskTensors()) -> None:
+    """Raises an error if `attend` does not take the tensors. Contents are not read."""
+    checks.check_forward(tensors, eight_bit, own, execution, mask, check=_plan.check_fp8)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
-           return_max_logits: bool) -> Outputs:
+           return_max_logits: bool, mask: MaskTensors = MaskTensors()) -> Outputs:
     """The forward in float32; nothing is checked."""
     return reference_fp8.attend(dense_and_varlen.inputs_of(q, k, v, arguments), scales,
-                                dense_and_varlen.score_of(q, arguments),
+                                dense_and_varlen.score_of(
+                                    q, arguments, dense_and_varlen.visible_of(q, k, arguments,
+                                                                              mask)),
                                 dense_and_varlen.lengths_of(arguments), torch.float32,
                                 return_max_logits)
 

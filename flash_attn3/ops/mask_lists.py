@@ -104,9 +104,9 @@ class Tiles(NamedTuple):
     queries: int = 0
 
     @staticmethod
-    def of(head_dim: int, softcap: bool, with_gradients: bool) -> Tiles:
+    def of(head_dim: int, softcap: bool, with_gradients: bool, is_fp8: bool = False) -> Tiles:
         """head_dim: the larger one of q and v. softcap: whether there is one."""
-        return Tiles(KEYS if head_dim <= 128 and not softcap else 64, QUERIES,
+        return Tiles(KEYS if is_fp8 or (head_dim <= 128 and not softcap) else 64, QUERIES,
                      0 if not with_gradients else 128 if head_dim <= 64 else 64)
 
     def of_blocks(self) -> Tiles:

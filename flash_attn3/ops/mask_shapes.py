@@ -1,5 +1,5 @@
 """Parts of an AttentionMask (api/masks.py) besides its tensors: the lengths that it is made for,
-and documents as packed sequences.
+documents as packed sequences, and checks of what its constructors take.
 """
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
+
+from flash_attn3.ops import checks
+
+OP = 'AttentionMask'
 
 
 class Documents(NamedTuple):
@@ -72,3 +76,45 @@ def saveable(x: Tensor | None) -> Tensor | None:
         return x
     with torch.inference_mode(False):
         return x.clone()
+
+
+def described(x) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    return f'{tuple(x.shape)}, {checks.dtype_name(x.dtype)}'
+
+
+def check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...],
+                least: int = 1) -> None:
+    is_one = isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() in ranks
+    if not is_one or x.size(-1) < least:
+        raise RuntimeError(checks.error(
+            f'{OP}.{method}', f'{name} to be int32 of {" or ".join(map(str, ranks))} dimensions',
+            described(x)))
+
+
+def check_starts(method: str, name: str, x: Tensor, device: torch.device,
+                  count: int | None = None) -> None:
+    """Checks cu_seqlens. count: how many numbers it must have; None: any."""
+    check_ints(method, name, x, (1,))
+    if x.device != device or (count is not None and count != x.size(0)):
+        raise RuntimeError(checks.error(
+            f'{OP}.{method}', f'{name} on {device}' + f' of {count} numbers' * (count is not None),
+            f'{x.size(0)} on {x.device}'))
+
+
+def check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
+    """Checks what completions() is given."""
+    segments = len(starts) - 1
+    problem = checks.sequences_problem('a sequence', starts, [], seqlen, suffix='')
+    if trees[0] != 0:
+        problem = problem or ('cu_trees[0] to be 0', str(trees[0]))
+    for tree, (first, end) in enumerate(zip(trees, trees[1:])):
+        if not first <= end <= segments:
+            problem = problem or (
+                f'cu_trees[{tree + 1}], the end of tree {tree}, to be from {first}, its prompt, to '
+                f'{segments}, the segments', str(end))
+    if trees[-1] != segments:
+        problem = problem or (f'cu_trees to end at {segments}, the segments', str(trees[-1]))
+    if problem:
+        raise RuntimeError(checks.error(f'{OP}.completions', *problem))

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import checks, dense_and_varlen, library, mask_lists, splits
+from flash_attn3.ops import (checks, dense_and_varlen, derivatives, fp8, library, mask_lists,
+                             splits)
 from flash_attn3.ops.autograd import general_attention
 from flash_attn3.ops.dense_and_varlen import General, MaskTensors, rank_of
 from flash_attn3.ops.fp8 import EightBit
@@ -39,8 +40,6 @@ def problem_text(call: Call, num_splits: int) -> str:
             return checks.error(call.op, f'no {name} with mask', name,
                                 'the mask says all that a query sees' if name != 'split_size'
                                 and name != 'num_splits' else '')
-    if call.eight_bit is not None:
-        return checks.error(call.op, 'q of 16 bits with mask', 'float8_e4m3fn')
     return ''
 
 
@@ -66,7 +65,8 @@ def tiles_of(q: Tensor, v: Tensor, general: General, with_gradients: bool) -> Ti
     """Tiles of the kernels that read lists in a call; None: the plain path, which reads none."""
     if not q.is_cuda or not _is_served(q):
         return None
-    return Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), with_gradients)
+    return Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), with_gradients,
+                    is_fp8=q.itemsize == 1)
 
 
 def _check(call: Call) -> None:
@@ -74,8 +74,12 @@ def _check(call: Call) -> None:
     is_served = _is_served(q)
     if is_compiling() or checks.has_no_data(q):    # the op checks the call that runs
         return
-    checks.check_forward(dict(zip(('q', 'k', 'v', 'out'), call.tensors)), call.general,
-                         call.execution, rules_of=None if is_served else 'cpu')
+    tensors = dict(zip(('q', 'k', 'v', 'out'), call.tensors))
+    if call.eight_bit is None:
+        checks.check_forward(tensors, call.general, call.execution,
+                             rules_of=None if is_served else 'cpu')
+    else:
+        fp8.check_forward(tensors, call.eight_bit, call.general, call.execution)
     if checks.reads_contents(q) or not is_served:
         dense_and_varlen.check_contents(q, k, call.general)
 
@@ -91,10 +95,12 @@ def refuse(call: Call, num_splits: int) -> None:
 
 def packed_call(call: Call, is_planned: bool = False) -> Call | None:
     """The same attention on packed sequences, if the mask shows documents one after another: packed
-    sequences need no lists. None: it is not that, or its tensors have no view as packed ones.
-    is_planned: nothing is checked, and the mask may be on another device.
+    sequences need no lists. None: it is not that, its tensors have no view as packed ones, or they
+    are e4m3, whose scales have another layout there. is_planned: nothing is checked, and the mask
+    may be on another device.
     """
-    if rank_of(call.general) == 3 or any(x is not None and not _is_one(x) for x in call.tensors):
+    if (rank_of(call.general) == 3 or call.eight_bit is not None
+            or any(x is not None and not _is_one(x) for x in call.tensors)):
         return None
     q, k, _, _ = call.tensors
     packed = call.mask.as_packed(call.op, q, k, None if is_planned else lambda: _check(call))
@@ -130,8 +136,11 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, max_logits) of a call with a mask that refuse() has seen."""
     q, k, v, out = tensors = call.tensors
     general, execution = call.general, call.execution
-    needs_grad, is_served = call.needs_grad(), _is_served(q)
+    eight_bit, is_served = call.eight_bit, _is_served(q)
+    needs_grad = eight_bit is None and call.needs_grad()
     rank = rank_of(general)
+    if eight_bit is not None:
+        fp8.reject_missing(call.op, q, execution.return_max_logits)
     if needs_grad or not is_served or any(x.dim() != rank for x in tensors[:3]):
         _check(call)    # else the op does, and a mask before it is compared with a call
     lengths = (*general[:2], general.max_seqlen_q, general.max_seqlen_k) if rank == 3 else ()
@@ -141,13 +150,18 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     given = call.mask.tensors_of(call.op, (q, k), lengths, tiles_of(q, v, general, needs_grad),
                                  lambda: _check(call))
     if is_served:
-        if is_compiling() and out is None:
+        is_fp8 = eight_bit is not None
+        if is_compiling() and out is None and not is_fp8:
             return _fwd_traced(q, k, v, *general, *execution, *given)
         if not is_compiling():
             dense_and_varlen.check_cuda_contents(q, k, general)
         if needs_grad:
             return general_attention(q, k, v, *general, *execution, *given)
-        results = _attend(q, k, v, out, *general, *execution[:-1], *EightBit(), *given)
+        arguments = q, k, v, out, *general, *execution[:-1], *(eight_bit or EightBit()), *given
+        if is_fp8 and call.needs_grad():
+            text = fp8.gradient_text(call.op, **call.named())
+            return derivatives.Refusal.apply(text, _attend, *arguments)
+        results = _attend(*arguments)
         return results[0] if out is None else out, *results[1:]
     fallback.warn_once(q.device, call.op)
     result, lse, row_max = dense_and_varlen.attend(q, k, v, general, execution.return_max_logits,

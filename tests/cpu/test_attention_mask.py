@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_attn3
 from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import library
+from flash_attn3.ops import checks, library
 from flash_attn3.ops.mask_lists import Tiles
 
 from tests.support.completion_cases import TreeCase
@@ -395,8 +395,6 @@ def test_the_op_refuses_other_tensors(name, tensor, text):
 
 
 def test_other_calls_refuse():
-    with pytest.raises(RuntimeError, match='q of 16 bits with mask, got float8_e4m3fn'):
-        flash_attn_func(*(x.to(torch.float8_e4m3fn) for x in (Q, K, K)), mask=MASK)
     x = Q.clone().requires_grad_()
     with pytest.raises(RuntimeError, match='requires_grad=False together with out='):
         flash_attn_func(x, K, K, mask=MASK, out=torch.empty_like(Q))
@@ -470,6 +468,7 @@ def test_tiles_of_kernels():
     dims = 64, 72, 128, 136, 192, 256
     assert [Tiles.of(dim, False, False) for dim in dims] == [(128, 128, 0)] * 3 + [(64, 128, 0)] * 3
     assert {Tiles.of(dim, True, False) for dim in dims} == {(64, 128, 0)}
+    assert {Tiles.of(dim, False, False, True) for dim in dims} == {(128, 128, 0)}
     of_gradients = [Tiles.of(dim, False, True) for dim in dims]
     assert of_gradients == [(128, 128, 128)] + [(128, 128, 64)] * 2 + [(64, 128, 64)] * 3
     calls = [tiles.of_calls() for tiles in of_gradients]
@@ -480,6 +479,7 @@ def test_tiles_of_kernels():
 
 @pytest.mark.parametrize('maker, head_dim, softcap, text', [
     ('documents', 512, 0.0, 'for gradients'), ('documents', 256, 3.0, ''),
+    ('prefix_lm', 512, 0.0, 'for gradients'),
     ('prefix_lm', 256, 3.0, 'no softcap for gradients'), ('prefix_lm', 256, 0.0, '')])
 def test_can_use_of_gradients(maker, head_dim, softcap, text):
     """Documents run as packed sequences, other masks with lists."""

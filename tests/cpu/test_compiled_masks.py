@@ -3,18 +3,22 @@ results and gradients are those of eager calls. On a GPU: tests/gpu/test_compile
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from flash_attn3 import AttentionMask, flash_attn_func
-from flash_attn3.ops import mask_lists, masked
+from flash_attn3.ops import library, mask_lists, masked
 from flash_attn3.ops.mask_lists import Tiles
 
 from tests.support.called_ops import compilations
-from tests.support.compiled_masks import MASKS, attend, check_checkpointed, check_compiled
+from tests.support.compiled_masks import (MASKS, attend, check_checkpointed, check_compiled,
+                                          inputs)
 from tests.support.lists import ints, starts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('fresh_compiler')]
@@ -25,6 +29,25 @@ OPS = torch.ops.flash_attn3
 @pytest.mark.parametrize('name', MASKS)
 def test_compiled(name, dynamic):
     check_compiled(name, 'cpu', torch.float64, 8, backend='aot_eager', dynamic=dynamic)
+
+
+@pytest.mark.parametrize('name', MASKS)
+def test_traced_for_a_gpu(name, monkeypatch):
+    """One graph of tensors without data on a GPU, with the lists of its kernels."""
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        *leaves, cu_seqlens = inputs(name, 'cuda', torch.bfloat16, 64)
+        out, _ = torch.compile(attend, fullgraph=True, backend=keep)(
+            *leaves, MASKS[name]('cuda'), cu_seqlens)
+    assert out.shape == leaves[0].shape and len(graphs) == 1
+    calls = [str(node.target) for node in graphs[0].graph.nodes]
+    assert any('mask_lists' in call for call in calls) == (name != 'documents')
 
 
 def test_the_default_backend():

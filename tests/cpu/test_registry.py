@@ -60,7 +60,8 @@ def test_every_dtype_mask_and_head_dim_is_there():
     dims = {'full': [(dim, dim) for dim in (*range(32, 257, 16), 512)],
             'general': [(dim, dim) for dim in (64, 96, 128, 192, 256, 512)] + unequal,
             'softcap': [(dim, dim) for dim in (64, 128, 256, 512)],
-            'lists': [(dim, dim) for dim in (64, 128, 256)], 'lists, softcap': [(256, 256)]}
+            'lists': [(dim, dim) for dim in (64, 128, 256, 512)],
+            'lists, softcap': [(256, 256)]}
     dims['causal'] = dims['full'] + unequal
     on_cache = {(mask, *pair, False) for mask in ('cache', 'cache, softcap')
                 for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
@@ -75,7 +76,7 @@ def test_every_dtype_mask_and_head_dim_is_there():
     promoting = {(mask, dim, dim, True)
                  for mask in ('general', 'softcap') for dim in (64, 128, 256)}
     of_mla = {('causal', 192, 128, False), ('general', 192, 128, False),
-              ('general', 192, 128, True)}
+              ('general', 192, 128, True), ('lists', 128, 128, False), ('lists', 256, 256, False)}
     assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
                                         for problem in square | promoting | of_mla | on_cache}
     assert set(converting) == {(dtype, *problem) for dtype in ('bfloat16', 'float16')
@@ -83,7 +84,8 @@ def test_every_dtype_mask_and_head_dim_is_there():
     decoded = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
     assert set(decoding) == {
         *((False, dtype, *pair) for dtype in ('bfloat16', 'float16')
-          for pair in (*decoded, (64, 512))), *((True, 'float16', *pair) for pair in decoded)}
+          for pair in (*decoded, (64, 512))), *((True, 'float16', *pair) for pair in decoded),
+        *((True, dtype, 64, 512) for dtype in ('bfloat16', 'float16'))}
     found = [*tiles, *converting, *decoding, *folding]
     assert len(found) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.fp8_accuracy import BLOCKS
 from flash_attn3 import AttentionMask
 from flash_attn3.integrations import flex
 
-from tests.support import compare, mask_cases
+from tests.support import compare, mask_cases, mask_cases_fp8
 from tests.support.cases import DTYPES
 from tests.support.lists import ints, starts
 from tests.support.mask_cases import INTERVALS, Blocks, Given, MaskCase
@@ -23,6 +24,7 @@ from tests.support.mask_cases import INTERVALS, Blocks, Given, MaskCase
 HEADS = ((4, 4), (4, 2), (6, 2), (5, 1), (3, 3))
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (40, 40), (72, 72), (32, 32), (128, 64), (64, 128),
              (256, 256), (192, 128), (192, 192), (256, 64))
+WIDE_HEAD_DIMS = ((512, 512), (304, 304), (512, 256))    # without gradients and softcap
 RESULTS = 'out', 'lse', 'max_logits'
 
 
@@ -149,13 +151,17 @@ class MaskCall:
     dlse: bool
     deterministic: bool
     seed: int
+    fp8: str = ''    # how the call is quantised, as in fp8_data.py; '': it has 16 bits
 
     function = 'attention_mask'
 
     def check(self, device: str | torch.device) -> None:
         """All results; twice, with the same bits. Before, a call is refused for one thing."""
-        case = self.case
-        given = mask_cases.made(case, device, MAKERS.get(self.maker))
+        case, maker = self.case, MAKERS.get(self.maker)
+        if self.fp8:
+            mask_cases_fp8.check_case(case, device, self.fp8, maker)
+            return
+        given = mask_cases.made(case, device, maker)
         what, change = random.Random(self.seed).choice(list(wrong_calls(
             case, given.q.device).items()))
         with pytest.raises((RuntimeError, NotImplementedError)) as raised:
@@ -221,16 +227,20 @@ def drawn(pick: random.Random, lengths: Callable[..., tuple]) -> MaskCall:
                       tuple(max(x, 1) for x in one) for one in found)
     intervals = '' if maker else pick.choice(('', 'one', 'two', *INTERVALS))
     has_blocks = pick.random() < (0.3 if maker or intervals else 1)
-    gradients = pick.random() < 0.6
-    dims = pick.choice(HEAD_DIMS)
+    kind = pick.choice(('gradients', 'gradients', 'gradients', 'forward', 'wide', 'head', 'block'))
+    gradients = kind == 'gradients'
+    dims = pick.choice(WIDE_HEAD_DIMS if kind == 'wide' else HEAD_DIMS)
+    if kind in BLOCKS:
+        dims = tuple(dim // 16 * 16 for dim in dims)
     case = MaskCase(
         lengths=found, intervals=intervals, blocks=blocks_of(pick) if has_blocks else None,
         by_batch=pick.random() < 0.5, is_packed=is_packed, head_dim=dims[0], head_dim_v=dims[1],
         heads=pick.choice(HEADS), dtype=pick.choice(('bf16', 'fp16')),
         behind=pick.choice((0, 0, pick.randint(1, 70))) if is_packed else 0,
-        softcap=0.0 if gradients else pick.choice((0.0, 0.0, 3.0)), s_aux=pick.random() < 0.3,
+        softcap=pick.choice((0.0, 0.0, 3.0)) if kind == 'forward' else 0.0,
+        s_aux=pick.random() < 0.3,
         max_logits=pick.random() < 0.2, lse=gradients or pick.random() < 0.8,
         pack_gqa=pick.choice((None, True, False)), sm_margin=pick.choice((0, 0, 0, 20)),
         out=not gradients and pick.random() < 0.2)
     return MaskCall(case, maker, gradients, pick.random() < 0.5, pick.random() < 0.4,
-                    pick.randint(0, 999))
+                    pick.randint(0, 999), kind if kind in BLOCKS else '')

@@ -16,7 +16,7 @@ from tests.support.lists import ints, starts
 from tests.support.mask_cases import (INTERVALS, Blocks, Given, MaskCase, call, check, check_case,
                                       check_documents, made)
 
-HEAD_DIMS = {64: {}, 128: {}, 256: {}, 72: {}, 192: dict(head_dim_v=128)}
+HEAD_DIMS = {64: {}, 128: {}, 256: {}, 72: {}, 192: dict(head_dim_v=128), 512: {}, 304: {}}
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)
 every_dtype = pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
 SHAPES = {
@@ -67,8 +67,9 @@ def test_shapes(shape, dtype, head_dim, device):
         check_case(case_of(head_dim, dtype=dtype, **options | SHAPES[shape]), device)
 
 
-@every_head_dim
-@pytest.mark.parametrize('option', OPTIONS)
+@pytest.mark.parametrize('head_dim, option', [
+    (head_dim, option) for head_dim in HEAD_DIMS for option in OPTIONS
+    if head_dim <= 256 or 'softcap' not in OPTIONS[option]])
 def test_options(option, head_dim, device):
     for shape in ('square', 'packed'):
         check_case(case_of(head_dim, intervals='blind', blocks=BLOCKS['64'],
@@ -322,6 +323,20 @@ def test_gradients_of_packed_sequences(head_dim, cuda):
 def test_documents(options, head_dim, cuda):
     for has_rows in (True, False):
         check_documents(cuda, torch.bfloat16, head_dim, has_rows, **options)
+
+
+def test_wide_heads_with_softcap_are_refused(cuda):
+    q = torch.randn(1, 130, 2, 512, device=cuda, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match='the head_dim of q to be a multiple of 8 from 8 to 256 '
+                                           'with mask and softcap, got 512'):
+        flash_attn_func(q, q, q, mask=AttentionMask.prefix_lm(ints([30], cuda), 130), softcap=3.0)
+
+
+def test_gradients_of_wide_heads_are_refused(cuda):
+    q = torch.randn(1, 130, 2, 512, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    out = flash_attn_func(q, q, q, mask=AttentionMask.prefix_lm(ints([30], cuda), 130))
+    with pytest.raises(RuntimeError, match='from 8 to 256 for gradients, got 512'):
+        out.sum().backward()
 
 
 def test_gradients_with_softcap_are_refused(cuda):

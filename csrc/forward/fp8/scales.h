@@ -216,7 +216,7 @@ struct ScaleReader {
     BlockScales const at(tile);
     KeyRange<Traits> const keys = tile.work.all_keys();
     int n = keys.first();
-    int block = n / Traits::kScaleTiles;
+    int block = keys.tile(n) / Traits::kScaleTiles;
     auto const read = [&](float const* first, ScaleView const& scales) {
       return first == nullptr ? 1.f : first[min_of(block, at.last) * scales.block_stride];
     };
@@ -232,8 +232,8 @@ struct ScaleReader {
       float const v = at_least(next_v, kLeastScale);
       KeyScale const scale{at_least(next_k, kLeastScoreScale), log2_approx(v),
                            reciprocal_approx(v)};
-      int const begin = max_of(keys.last(), block * Traits::kScaleTiles);
-      block = max_of(block - 1, 0);
+      int const begin = last_visit(keys, n, block);
+      block = block_after(keys, begin, block);
       next_k = read(at.k, p.k_scale);
       next_v = read(at.v, p.v_scale);
       CUTE_NO_UNROLL
@@ -244,6 +244,20 @@ struct ScaleReader {
         k_ring.advance();
       }
     }
+  }
+
+  // Visits from n on have the scales of a block up to this one; then comes the next block. Entries
+  // of a list are in no order of blocks, so each has its own.
+  CUTE_DEVICE static int last_visit(BlockRange const& keys, int, int block) {
+    return max_of(keys.last(), block * Traits::kScaleTiles);
+  }
+  CUTE_DEVICE static int last_visit(KeyList const&, int n, int) { return n; }
+
+  CUTE_DEVICE static int block_after(BlockRange const&, int, int block) {
+    return max_of(block - 1, 0);
+  }
+  CUTE_DEVICE static int block_after(KeyList const& keys, int n, int) {
+    return keys.tile(max_of(n - 1, keys.last())) / Traits::kScaleTiles;
   }
 
   // The ring of scales has twice as many stages as the ring of K.
