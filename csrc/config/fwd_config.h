@@ -247,7 +247,14 @@ struct FwdConfig {
   }
   constexpr int part_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
   constexpr int stage_columns() const { return is_latent() ? 192 : part_columns(); }
-  constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv()); }
+  // A K tile of e4m3 latents as loaded, with its rotary columns.
+  constexpr int raw_latent_bytes() const {
+    return is_latent() && converts() ? tile_n * (head_dim_v + head_dim * element_bytes(dtype_q))
+                                     : 0;
+  }
+  constexpr int stage_bytes() const {
+    return tile_n * stage_columns() * element_bytes(is_latent() ? dtype_q : dtype_kv());
+  }
 
   // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
   // key of them. WHY only with three warpgroups, and not in 16-bit causal kernels: 0 to 1 % slower
@@ -335,6 +342,7 @@ constexpr SharedMemory decode_shared_memory(FwdConfig const& c) {
       .add("Q", c.q_stages, rows * (c.columns() + c.is_latent() * c.head_dim_v))
       .add("K and V", c.stages, c.stage_bytes())
       .add("P", c.is_latent() ? 2 : 1, rows * c.tile_n)
+      .add("raw latents", c.is_latent() && c.converts(), c.raw_latent_bytes())
       .add(kSmallData, 1, round_up(scales + small + 16 * (c.stages + c.q_stages), 1024));
 }
 

@@ -242,6 +242,14 @@ inline constexpr FwdConfig kFwdTileLatentDecode = [] {
   return tile;
 }();
 
+// With latent columns of e4m3: 144 KiB of keys, 40 KiB of them as loaded, 18 KiB of Q.
+inline constexpr FwdConfig kFwdTileLatentDecodeKv8 = [] {
+  FwdConfig tile = kFwdTileLatentDecode;
+  tile.stages = 6;
+  tile.values = ValuesKind::kConverted;
+  return tile;
+}();
+
 // With latent columns of e4m3: 64 + 64 + 16 KiB of keys, 32 KiB of them as loaded, 40 KiB of Q.
 inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
   FwdConfig tile = kFwdTileLatent;

@@ -32,6 +32,7 @@ void launch_decode(FwdParams const& p, void* stream) {
   if constexpr (Traits::kIsLatent) {
     params.qv_rows = in_bytes(p.qv, p.problem.dtype);
     params.rows = CacheRows::of(params);
+    params.key_scale = p.v_scale;
   }
   params.row_bytes_q = p.problem.head_dim * element_bytes(p.problem.dtype);
   launch_early(decode_kernel<Config>, shape, params, stream);

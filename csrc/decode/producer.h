@@ -5,10 +5,8 @@
 // WHY not TMA: its tensor copies reach 4.1 TB/s of an H200's 4.6 (docs/journal/cache.md).
 #pragma once
 
-#include "decode/storage.h"
-#include "device/async_copy.h"
+#include "decode/latent_rows.h"
 #include "forward/cache/cache_batch.h"
-#include "forward/cache/key_rows.h"
 #include "forward/results.h"
 
 namespace fa3 {
@@ -113,7 +111,10 @@ struct DecodeProducer {
 
   // Loads Q, K and V of the tile. The page table is read one K tile ahead.
   CUTE_DEVICE void load_tile() {
-    if constexpr (Traits::kIsLatent) {
+    if constexpr (Traits::kConvertsLatents) {
+      convert_latents();
+      return;
+    } else if constexpr (Traits::kIsLatent) {
       load_latents();
       return;
     }
@@ -172,6 +173,12 @@ struct DecodeProducer {
         ring.advance();
       }
     }
+    tile_ring.advance();
+  }
+
+  CUTE_DEVICE void convert_latents() {
+    load_queries();
+    LatentRows<Traits>(shared, p, KeySource::of(work), thread).visit(work.keys, ring);
     tile_ring.advance();
   }
 

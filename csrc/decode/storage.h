@@ -35,6 +35,9 @@ struct DecodeStorage {
     Element p[Traits::kPBuffers][Traits::kQRows * Traits::kTileN];  // P^T
   };
 
+  // e4m3 latents: the chunks of a K tile as loaded, those of a thread below each other.
+  uint4 raw[Traits::kRawChunks][kWarpgroupThreads];
+
   // State of the current tile.
   DecodeRow rows[kWarpgroupRows];
   int most[kWarpgroupRows];                            // largest score so far, as ordered_int()

@@ -20,7 +20,8 @@ struct DecodeDeviceParams : CacheDeviceParams {
   // before it let this one start. So this launch does not wait at its start, but waits for the
   // previous one at its end.
   bool is_second;
-  CacheRows rows;  // a latent cache
+  CacheRows rows;       // a latent cache
+  ScaleView key_scale;  // of e4m3: scales of the latent columns
 };
 
 template <class Config_>
@@ -28,17 +29,21 @@ struct DecodeTraits {
   using Config = Config_;
   static constexpr FwdConfig k = Config::k;
 
-  using Element = ElementOf<k.dtype_q>;       // operands of both GEMMs
-  using ElementKv = ElementOf<k.dtype_kv()>;  // K and V in global and in shared memory
+  using Element = ElementOf<k.dtype_q>;  // operands of both GEMMs
+  // K and V in shared memory, and but for e4m3 latents in global memory.
+  using ElementKv = ElementOf<k.is_latent() ? k.dtype_q : k.dtype_kv()>;
   using Location = CacheLocation;
   using Params = DecodeDeviceParams;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsCache = true;
   static constexpr bool kMayFold = false;
   static constexpr bool kHasScales = false;
-  static constexpr bool kConverts = k.converts();  // K and V are e4m3
   // Absorbed MLA: keys have rotary and latent columns, and the latent columns are also V.
   static constexpr bool kIsLatent = k.is_latent();
+  // K and V are e4m3: the consumers convert them, but latents the producer (latent_rows.h).
+  static constexpr bool kConverts = k.converts() && !kIsLatent;
+  static constexpr bool kConvertsLatents = k.converts() && kIsLatent;
+  static constexpr int kRawChunks = k.raw_latent_bytes() / 16 / kWarpgroupThreads;
 
   static constexpr int kHeadDim = k.head_dim;
   static constexpr int kHeadDimV = k.head_dim_v;

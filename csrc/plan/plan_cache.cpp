@@ -76,15 +76,18 @@ RowPacking packing_of(FwdProblem const& problem) {
 }
 
 // Whether the decode kernel is faster than csrc/mla for latents: if queries choose their keys and
-// there are so many tiles that few are split. 16 heads, 2048 keys per query (H200, 2026-11-28):
+// there are so many tiles that few are split, with e4m3 latents a few tiles. 16 heads, 2048 keys
+// per query (H200, 2026-11-28), us:
 //
-//   queries              64    128    4096
-//   decode kernel, us    61     86    1543
-//   csrc/mla, us         59     91    2001
-bool has_whole_tiles(FwdProblem const& problem, RowPacking rows) {
+//   queries                    1     16     64    128    4096
+//   decode kernel                           61     86    1543
+//   csrc/mla                                59     91    2001
+//   e4m3: decode kernel     29.3   33.8   70.4  108.1
+//   csrc/mla                23.2   35.9   77.0  121.6
+bool has_enough_tiles(FwdProblem const& problem, RowPacking rows) {
   int const sms = usable_sms(problem);
   int64_t const tiles = int64_t(problem.batch) * (problem.heads_q / rows.pack);
-  return problem.cache.is_chosen && !problem.converts && tiles >= sms - sms / 16;
+  return problem.cache.is_chosen && tiles >= (problem.converts ? sms / 16 : sms - sms / 16);
 }
 
 // The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
@@ -95,7 +98,7 @@ bool has_whole_tiles(FwdProblem const& problem, RowPacking rows) {
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
   bool const may_split = problem.split_size == 0 && cache.num_splits != 1;
-  bool const may_decode = problem.kind.is_latent ? may_split && has_whole_tiles(problem, rows)
+  bool const may_decode = problem.kind.is_latent ? may_split && has_enough_tiles(problem, rows)
                                                  : may_split || cache.is_chosen;
   if (!may_decode || problem.dtype == Dtype::kFloat8E4M3) {
     return -1;

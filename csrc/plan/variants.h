@@ -68,11 +68,12 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
 // promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: among the decode
-// kernels, of which those for e4m3 keys compute in fp16 for either dtype of queries.
+// kernels, of which those for e4m3 keys compute in fp16 for either dtype of queries, but for those
+// of latents.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
                                           bool promote = false, bool converts = false,
                                           bool decodes = false, bool folds = false) {
-  dtype = decodes && converts ? Dtype::kFloat16 : dtype;
+  dtype = decodes && converts && !kind.is_latent ? Dtype::kFloat16 : dtype;
   FwdCandidates found;
   int fewest = 1 << 30;
   for (int i = 0; i < kFwdVariantCount; ++i) {

@@ -84,6 +84,7 @@ def _forward_variants() -> list[ForwardVariant]:
     decoded = (64, 96, 128, '192x128', 256)
     tiles += [(f'FwdTileD{head_dim}Decode', head_dim, 'Cache', 'Decode') for head_dim in decoded]
     tiles += [('FwdTileLatentDecode', '64x512', 'Latent', 'Decode'),
+              ('FwdTileLatentDecodeKv8', '64x512', 'Latent', 'DecodeKv8'),
               ('FwdTileLatent', '64x512', 'Latent', ''),
               ('FwdTileLatentKv8', '64x512', 'Latent', 'Kv8')]
     half_precision = [ForwardVariant(tile, dtype, kind, head_dim, suffix)

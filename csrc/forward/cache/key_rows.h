@@ -29,16 +29,16 @@ struct CacheRows {
   }
 };
 
-// Eight lanes copy a row, each 16 bytes of a slice. WHY a row is known by one number, from which a
-// multiplication makes its address: the time of the producer is that of its instructions. With an
-// address by page and row in each column group, 4096 x 2048 chosen keys of 16 heads take 3440 us
-// instead of 1994 (H200, 2026-11-28).
-template <class Traits, int kWarps_>
+// Eight lanes copy a row, each 16 bytes of a slice (or kLanesOfRow lanes of their own way). WHY a
+// row is known by one number, from which a multiplication makes its address: the time of the
+// producer is that of its instructions. With an address by page and row in each column group, 4096
+// x 2048 chosen keys of 16 heads take 3440 us instead of 1994 (H200, 2026-11-28).
+template <class Traits, int kWarps_, int kLanesOfRow_ = 8>
 struct KeyRows {
   using Params = typename Traits::Params;
   using Keys = PagedKeys<Traits>;
   static constexpr int kWarps = kWarps_;
-  static constexpr int kLanesOfRow = 8;
+  static constexpr int kLanesOfRow = kLanesOfRow_;
   static constexpr int kRowsAtOnce = kWarps * 32 / kLanesOfRow;
   static constexpr int kRowsOfLane = Traits::kTileN / kRowsAtOnce;
   static_assert(kRowsAtOnce % 8 == 0, "all rows of a lane have the same swizzle");
@@ -126,6 +126,23 @@ struct KeyRows {
         });
       }
     }
+  }
+
+  // The entry of this lane's row i, and the row in it.
+  struct Place {
+    int entry;
+    int row;
+  };
+  CUTE_DEVICE Place place(int i) const {
+    return {p.page_size.div(numbers.row[i]), p.page_size.mod(numbers.row[i])};
+  }
+
+  // The address of this lane's row i; nullptr if there is no key.
+  CUTE_DEVICE char const* row(TensorView const& rows, int i) const {
+    auto const [entry, row] = place(i);
+    return exists(numbers.row[i]) ? static_cast<char const*>(rows.data) +
+                                        entry * rows.batch_stride + row * rows.row_stride
+                                  : nullptr;
   }
 
  private:
