@@ -87,7 +87,7 @@ def test_masks_that_are_ours(backends):
 @pytest.mark.parametrize('options', [
     dict(attn_mask=torch.ones(2, 7).bool()), dict(is_causal=True), dict(return_lse=True),
     dict(_parallel_config=object()),
-    dict(attn_mask=AttentionMask.documents(ints([0, 5]), 5), is_causal=True)], ids=str)
+    dict(attn_mask=AttentionMask.documents(ints([0, 5]), 5), is_causal=True)], ids=' '.join)
 def test_other_calls_stay(backends, options):
     assert backends[Name.FLEX](*drawn(5, 7), **options) == 'theirs'
 
