@@ -11,7 +11,7 @@ struct ChosenGather {
   using Element = typename Traits::Element;
   static constexpr int kLanes = 8;  // that share a row
   static constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
-  static constexpr int kRows = kTileKeys / kRowsAtOnce;  // of a thread
+  static constexpr int kRows = kTileKeys / kRowsAtOnce;  // that a thread copies
 
   ChosenStorage<Traits>& shared;
   ChosenGradientParams const& p;

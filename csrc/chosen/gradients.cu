@@ -46,8 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// -----------------------------------------------------------------------------------------
-// rounding
+// ------------------------------------------------------------------------------------- rounding
 constexpr int kRoundThreads = 256;
 constexpr int kGroup = 16;  // columns of a thread
 
@@ -79,8 +78,7 @@ __global__ void __launch_bounds__(kRoundThreads)
   reinterpret_cast<uint4*>(target)[1] = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// -------------------------------------------------------------------------------------------
-// launch
+// --------------------------------------------------------------------------------------- launch
 template <class Traits>
 void launch_main(ChosenGradientParams const& p, void* stream) {
   constexpr int kBytes = int(sizeof(ChosenStorage<Traits>));

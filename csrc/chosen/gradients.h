@@ -32,13 +32,13 @@ struct ChosenGradientParams {
   float const* dlse = nullptr;  // the same, or none
   int const* indices = nullptr;
   int const* counts = nullptr;    // (queries), or none
-  int64_t index_strides[2] = {};  // of queries, and of lists
+  int64_t index_strides[2] = {};  // between queries, and between KV heads (0: one list for all)
   int indices_of_list = 0;
   int block_log2 = 0;  // rows of a block
   int queries = 0;
   int heads_q = 0;
   int heads_k = 0;
-  int rows = 0;  // of k
+  int rows = 0;  // tokens that k and v have
   float scale = 1.f;
 
   // Contiguous.

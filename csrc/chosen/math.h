@@ -1,7 +1,8 @@
 // The two math warpgroups. Each tile of 64 keys:
 //
-//   0: S = Q K^T    P  (as float32 to 1)       dQ, half of its columns   dK, dV of half of the
-//   columns 1: dP = dO V^T     dS = P (dP - delta)     the other half            the other half
+// - warpgroup 0 computes S = Q K^T and P, and gives P to warpgroup 1 in float32;
+// - warpgroup 1 computes dP = dO V^T, then dS = P (dP - delta);
+// - each adds half of the columns of dQ, and computes half of the columns of dK and dV.
 //
 // P and dS go through shared memory in 16 bits: the first operand of dQ += dS K, and transposed of
 // dK = dS^T Q and dV = P^T dO, which are added to float32 sums in global memory, row by row. dQ
@@ -45,7 +46,7 @@ struct ChosenMath {
   ChosenStorage<Traits>& shared;
   ChosenGradientParams const& p;
   ChosenWork work;
-  int thread;  // of the warpgroup
+  int thread;  // its number in the warpgroup
 
   CUTE_DEVICE void run() {
     prepare_rows();

@@ -15,7 +15,7 @@ namespace fa3 {
 
 constexpr int kTileKeys = 64;
 constexpr int kSlice = 64;                          // columns, 128 bytes
-constexpr int kSliceElements = kHeadRows * kSlice;  // of 64 rows
+constexpr int kSliceElements = kHeadRows * kSlice;  // elements of a slice of 64 rows
 constexpr int kMathThreads = 2 * kWarpgroupThreads;
 
 // A tile of keys has slices of K, then of V. All tiles have 64 rows in slices of 64 columns with

@@ -2,9 +2,9 @@
 // buffer of its own, and stores those of this one, times the scales of their keys, as 16-bit
 // columns in the stages that a 16-bit cache has.
 //
-// WHY not loads to registers: ptxas (13.0) tracks all of them by one scoreboard, so that each part
-// waited for the latest loads: 128 x 2048 chosen keys of 16 heads 136 us instead of 108 (H200,
-// 2026-11-28).
+// WHY not loads to registers: ptxas (13.0) tracks nearly all of them by one scoreboard, so each
+// part waits for the latest loads. 128 queries of 16 heads and 2048 keys took 136 us instead of 108
+// (H200, 2026-11-28).
 #pragma once
 
 #include "decode/storage.h"
@@ -22,8 +22,9 @@ struct LatentRows : KeyRows<Traits, kWarpgroupWarps, 4> {
   static constexpr int kRows = Base::kRowsOfLane;
   static constexpr int kQuads = Traits::kHeadDimV / 64;
   static constexpr int kSliceBytes = Traits::kTileN * 128;
-  static constexpr int kSlices = Traits::kStageColumns / 64;  // of a stage; the first is rotary
-  static constexpr int kRotaryChunks = 2;                     // of a lane and row
+  // Slices of 64 columns in a stage. The first slice of a K tile holds the rotary columns.
+  static constexpr int kSlices = Traits::kStageColumns / 64;
+  static constexpr int kRotaryChunks = 2;  // chunks that a lane copies for each row
   static_assert(kQuads == 2 * Base::kLanesOfRow, "a lane has the scale of 128 columns of its row");
 
   DecodeStorage<Traits>& shared;
@@ -32,7 +33,9 @@ struct LatentRows : KeyRows<Traits, kWarpgroupWarps, 4> {
   int first_half;              // in the row: the first of the two chunks that a chunk becomes
   int rotary;                  // in the row: the first rotary chunk
   char const* latents[kRows];  // rows of the K tile that is copied; nullptr: no key
-  float scales[kRows];         // of this lane's 128 columns, in the K tile that is stored
+  // A lane holds the scale of 128 of the columns of its rows: in the K tile that is stored, and in
+  // the one that is copied.
+  float scales[kRows];
   float next_scales[kRows];
 
   CUTE_DEVICE LatentRows(DecodeStorage<Traits>& shared_, typename Traits::Params const& p,

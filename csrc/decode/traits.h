@@ -21,7 +21,7 @@ struct DecodeDeviceParams : CacheDeviceParams {
   // previous one at its end.
   bool is_second;
   CacheRows rows;       // a latent cache
-  ScaleView key_scale;  // of e4m3: scales of the latent columns
+  ScaleView key_scale;  // e4m3 latents: the scales of each key
 };
 
 template <class Config_>

@@ -246,8 +246,8 @@ struct ScaleReader {
     }
   }
 
-  // Visits from n on have the scales of a block up to this one; then comes the next block. Entries
-  // of a list are in no order of blocks, so each has its own.
+  // The last visit, from n on, whose keys have the scales of this block. Entries of a list do not
+  // follow the order of blocks, so the scales are read for each.
   CUTE_DEVICE static int last_visit(BlockRange const& keys, int, int block) {
     return max_of(keys.last(), block * Traits::kScaleTiles);
   }
