@@ -169,15 +169,18 @@ def fp8_mask_calls() -> list[MaskCase]:
             for head_dim, columns_v in FP8_MASK_HEAD_DIMS for case in MASKS if case.softcap == 0]
 
 
-def with_lists(case: MaskCase, device: str) -> tuple[tuple, General, MaskTensors]:
+def with_lists(case: MaskCase, device: str,
+               is_fp8: bool = False) -> tuple[tuple, General, MaskTensors]:
     """q, k and v, and what their ops take. Drawn on the CPU, for the sake of initcheck; the lists
     are made on the device.
     """
     given = mask_cases.moved(mask_cases.made(case, 'cpu'), device)
     tensors, lists = mask_cases.sequences(case, given)
+    tensors = tuple(x.to(E4M3) for x in tensors) if is_fp8 else tensors
     general = General(**lists, sinks=given.s_aux, softcap=case.softcap)
     lengths = tuple(lists.values())
-    tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0, has_gradients(case))
+    tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0,
+                     has_gradients(case) and not is_fp8, is_fp8)
     return tensors, general, given.mask.tensors_of('attend', tensors[:2], lengths, tiles,
                                                    lambda: None)
 
@@ -188,6 +191,13 @@ def kernels_of_mask(case: MaskCase) -> set[str]:
     planners = [_plan.plan_forward, _plan.plan_backward][:1 + has_gradients(case)]
     return {checks.problem_text(dict(zip('qkv', tensors)), general, mask, rules_of='cuda',
                                 check=planner)['name'] for planner in planners}
+
+
+def kernel_of_fp8_mask(case: MaskCase) -> str:
+    """The one that the planner takes on an H100."""
+    tensors, general, mask = with_lists(case, 'meta', is_fp8=True)
+    return checks.problem_text(dict(zip('qkv', tensors)), general, EightBit(), mask,
+                               rules_of='cuda', check=_plan.plan_forward)['name']
 
 
 def fp8_calls() -> list[Fp8Call]:
@@ -247,13 +257,8 @@ def chosen_calls() -> list[ChosenCase]:
 
 
 def kernel_of_chosen(case: ChosenCase) -> str:
-    """The one that the planner takes on an H100."""
-    given = case.arguments('cpu')
-    facts = planning_cache.plan(
-        [given[name].shape for name in ('q', 'k_cache', 'v_cache')], given['q'].dtype,
-        {name: given[name] for name in ('qv', 'indices', 'index_counts')
-         if name in given}, {'sm_count': 132})
-    return facts['name'] + 'Kv8' * (case.latent and case.kv8)    # explain knows latents of 16 bits
+    """The one that the planner takes, on an H100 where there is no GPU."""
+    return planning_cache.reasons_and_plan(case.arguments('cpu'))[1]['name']
 
 
 def quantize_calls() -> list[Quantized]:
@@ -405,8 +410,9 @@ def main() -> None:
     built = flash_attn3.built_variants()
     count += run_each([case for case in mask_calls() if kernels_of_mask(case) <= set(built)],
                       run_masked)
-    if '--filled' in sys.argv and 'FwdE4m3D256Lists' in built:    # drawn on the GPU
-        count += run_each(fp8_mask_calls(), run_masked_fp8)
+    if '--filled' in sys.argv:    # these are drawn on the GPU
+        count += run_each([case for case in fp8_mask_calls() if kernel_of_fp8_mask(case) in built],
+                          run_masked_fp8)
     count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
     count += run_each([case for case in cache_calls() if kernel_on_cache(case) in built], run_cache)
     count += run_each([case for case in chosen_calls() if kernel_of_chosen(case) in built],

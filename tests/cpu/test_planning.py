@@ -457,7 +457,7 @@ def test_the_sanitizer_reaches_every_kernel_of_masks():
     names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
              if row['mask'].startswith('lists')}
     reached = set().union(*map(sanitize.kernels_of_mask, sanitize.mask_calls()))
-    of_fp8 = {f'FwdE4m3D{head_dim}Lists' for head_dim, _ in sanitize.FP8_MASK_HEAD_DIMS}
+    of_fp8 = set(map(sanitize.kernel_of_fp8_mask, sanitize.fp8_mask_calls()))
     assert names and reached | of_fp8 == names
 
 
