@@ -7,7 +7,7 @@ import torch
 from flash_attn3 import AttentionMask, flash_attn_func
 
 from tests.gpu.common import check_same
-from tests.support.compiled_masks import MASKS, check_checkpointed, check_compiled
+from tests.support.compiled_masks import MASKS, check_checkpointed, check_compiled, check_inductor
 from tests.support.lists import ints
 
 
@@ -16,17 +16,18 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-# Inductor rounds a chain of bfloat16 operations once, and eager calls each.
-UNFUSED = dict(backend='aot_eager')
+@pytest.mark.parametrize('name', MASKS)
+def test_compiled(name, device):
+    check_compiled(name, device, torch.bfloat16, 64, backend='aot_eager')
 
 
 @pytest.mark.parametrize('name', MASKS)
-def test_compiled(name, device):
-    check_compiled(name, device, torch.bfloat16, 64, **UNFUSED)
+def test_inductor(name, device):
+    check_inductor(name, device, torch.bfloat16, 64)
 
 
 def test_wide_heads(device):
-    check_compiled('both', device, torch.bfloat16, 192, **UNFUSED)
+    check_compiled('both', device, torch.bfloat16, 192, backend='aot_eager')
 
 
 @pytest.mark.parametrize('use_reentrant', [False, True])
