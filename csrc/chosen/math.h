@@ -1,8 +1,8 @@
 // The two math warpgroups. Each tile of 64 keys:
 //
-// - warpgroup 0 computes S = Q K^T and P, and gives P to warpgroup 1 in float32;
-// - warpgroup 1 computes dP = dO V^T, then dS = P (dP - delta);
-// - each adds half of the columns of dQ, and computes half of the columns of dK and dV.
+// - Warpgroup 0 computes S = Q K^T and P, and gives P to warpgroup 1 in float32.
+// - Warpgroup 1 computes dP = dO V^T, then dS = P (dP - delta).
+// - Each adds half of the columns of dQ, and computes half of the columns of dK and dV.
 //
 // P and dS go through shared memory in 16 bits: the first operand of dQ += dS K, and transposed of
 // dK = dS^T Q and dV = P^T dO, which are added to float32 sums in global memory, row by row. dQ
