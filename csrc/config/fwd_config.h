@@ -151,8 +151,10 @@ struct FwdConfig {
     return tile_n * head_dim_v / 2 * element_bytes(dtype_kv());
   }
 
+  // Producer warpgroups: those of a decode kernel convert e4m3 latents.
+  constexpr int producers() const { return is_swapped && is_latent() && converts() ? 2 : 1; }
   constexpr int warpgroups() const {
-    return consumer_warpgroups + 1 + (is_mla() ? 2 : is_swapped || converts());
+    return consumer_warpgroups + producers() + (is_mla() ? 2 : is_swapped || converts());
   }
   constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
@@ -165,7 +167,7 @@ struct FwdConfig {
       return 144;  // the warpgroup that computes P
     }
     if (is_swapped) {
-      return 192;
+      return producers() > 1 ? 160 : 192;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 240 : measured.ctas_per_sm == 1 ? 256 : 216;
@@ -185,7 +187,7 @@ struct FwdConfig {
       return 48;
     }
     if (is_swapped) {
-      return 120;
+      return producers() > 1 ? 96 : 120;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 168 : measured.ctas_per_sm == 1 ? 56 : 40;

@@ -3,6 +3,7 @@
 //
 //   warpgroup 0      producer: tiles, Q, K and V into shared memory (producer.h)
 //   warpgroups 1, 2  consumers (consumer.h)
+//   warpgroup 3      e4m3 latents: the other half of the producer's threads
 #pragma once
 
 #include "decode/consumer.h"
@@ -20,7 +21,9 @@ __global__ void __launch_bounds__(Config::k.threads(), 1)
     shared.init_barriers();
   }
   int const warpgroup = cutlass::canonical_warp_group_idx();
-  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  bool const is_other_half = Traits::kProducers > 1 && warpgroup == 1 + Traits::kConsumers;
+  bool const is_producer = warpgroup == 0 || is_other_half;
+  int const thread = int(threadIdx.x) % kWarpgroupThreads + is_other_half * kWarpgroupThreads;
   DecodeTiles<Traits> tiles(p, shared.sequences);
   DecodeProducer<Traits> producer(shared, p, tiles, thread);
   // The first tile is found while earlier launches still run and is checked once they have ended.
@@ -33,13 +36,13 @@ __global__ void __launch_bounds__(Config::k.threads(), 1)
   }
   do {
     tiles.find();
-    if (warpgroup == 0) {
+    if (is_producer) {
       producer.find_first(is_early);
     }
     is_current = !is_early || tiles.confirm([&] { return warpgroup > 0 || producer.reads_same(); });
     is_early = false;
   } while (!is_current);
-  if (warpgroup == 0) {
+  if (is_producer) {
     cutlass::arch::warpgroup_reg_dealloc<Config::k.producer_registers()>();
     producer.run();
   } else {

@@ -4,7 +4,7 @@
 //
 // WHY not loads to registers: ptxas (13.0) tracks nearly all of them by one scoreboard, so each
 // part waits for the latest loads. 128 queries of 16 heads and 2048 keys took 136 us instead of 108
-// (H200, 2026-11-28).
+// (H200, 2026-11-28; by one producer warpgroup, which two make 102).
 #pragma once
 
 #include "decode/storage.h"
@@ -16,8 +16,8 @@ namespace fa3 {
 // Four lanes hold a row. A quad is 64 latent columns: a chunk of 16 bytes of each lane, which
 // becomes two chunks of a slice of a stage.
 template <class Traits>
-struct LatentRows : KeyRows<Traits, kWarpgroupWarps, 4> {
-  using Base = KeyRows<Traits, kWarpgroupWarps, 4>;
+struct LatentRows : KeyRows<Traits, Traits::kProducerThreads / 32, 4> {
+  using Base = KeyRows<Traits, Traits::kProducerThreads / 32, 4>;
   using Element = typename Traits::Element;
   static constexpr int kRows = Base::kRowsOfLane;
   static constexpr int kQuads = Traits::kHeadDimV / 64;

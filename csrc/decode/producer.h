@@ -1,6 +1,7 @@
-// The producer warpgroup: finds the tiles of the CTA and copies their Q, K and V into shared memory
-// with cp.async, 16 bytes per thread, in whole rows. Each row has its own address, so pages of any
-// size cost the same. Rows that belong to no key of the sequence become zeros and are not read.
+// The producer, one warpgroup or two: finds the tiles of the CTA and copies their Q, K and V into
+// shared memory with cp.async, 16 bytes per thread, in whole rows. Each row has its own address, so
+// pages of any size cost the same. Rows that belong to no key of the sequence become zeros and are
+// not read.
 //
 // WHY not TMA: its tensor copies reach 4.1 TB/s of an H200's 4.6 (docs/journal/cache.md).
 #pragma once
@@ -302,7 +303,7 @@ struct DecodeProducer {
              (is_packed ? work.location.q_end - work.location.len.q : 0) * q.row_stride;
     };
     CUTE_NO_UNROLL
-    for (int i = thread; i < rows * kRowChunks; i += kWarpgroupThreads) {
+    for (int i = thread; i < rows * kRowChunks; i += Traits::kProducerThreads) {
       int const row = i / kRowChunks;
       int const row_chunk = i % kRowChunks;
       RowOfTile const at = row_of_tile(p, work.rows, row);

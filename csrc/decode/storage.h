@@ -36,7 +36,7 @@ struct DecodeStorage {
   };
 
   // e4m3 latents: the chunks of a K tile as loaded, those of a thread below each other.
-  uint4 raw[Traits::kRawChunks][kWarpgroupThreads];
+  uint4 raw[Traits::kRawChunks][Traits::kProducerThreads];
 
   // State of the current tile.
   DecodeRow rows[kWarpgroupRows];
@@ -52,7 +52,7 @@ struct DecodeStorage {
 
   // Name: what becomes true. Who arrives (arrivals) -> who waits.
   Mbarrier full[kStages];         // a part has arrived, and Q before the first part of a tile: all
-                                  // producer threads (128) -> consumers
+                                  // producer threads (128 or 256) -> consumers
   Mbarrier empty[kStages];        // the part has been read: consumer warpgroups (2), of latents
                                   // the one that takes the K tile (1), or warps (8) -> producer
   Mbarrier work_full[kQStages];   // `work` is published: producer (1) -> consumers
@@ -60,7 +60,7 @@ struct DecodeStorage {
 
   CUTE_DEVICE void init_barriers() {
     for (int i = 0; i < kStages; ++i) {
-      full[i].init(kWarpgroupThreads);
+      full[i].init(Traits::kProducerThreads);
       empty[i].init(Traits::kConverts ? Traits::kConsumerWarps : Traits::kReaders);
     }
     for (int i = 0; i < kQStages; ++i) {

@@ -43,7 +43,9 @@ struct DecodeTraits {
   // K and V are e4m3: the consumers convert them, but latents the producer (latent_rows.h).
   static constexpr bool kConverts = k.converts() && !kIsLatent;
   static constexpr bool kConvertsLatents = k.converts() && kIsLatent;
-  static constexpr int kRawChunks = k.raw_latent_bytes() / 16 / kWarpgroupThreads;
+  static constexpr int kProducers = k.producers();  // warpgroups
+  static constexpr int kProducerThreads = kProducers * kWarpgroupThreads;
+  static constexpr int kRawChunks = k.raw_latent_bytes() / 16 / kProducerThreads;
 
   static constexpr int kHeadDim = k.head_dim;
   static constexpr int kHeadDimV = k.head_dim_v;

@@ -82,7 +82,7 @@ RowPacking packing_of(FwdProblem const& problem) {
 //   queries                    1     16     64    128    4096
 //   decode kernel                           61     86    1543
 //   csrc/mla                                59     91    2001
-//   e4m3: decode kernel     29.3   33.8   70.4  108.1
+//   e4m3: decode kernel     29.3   33.8   67.8  101.6
 //   csrc/mla                23.2   35.9   77.0  121.6
 bool has_enough_tiles(FwdProblem const& problem, RowPacking rows) {
   int const sms = usable_sms(problem);

@@ -378,7 +378,8 @@ def _head_dims(facts: dict, head_dims: tuple[int, int]) -> str:
 def _warpgroups(facts: dict) -> str:
     ctas = facts.get('ctas_per_sm', 1)
     outputs = ', 2 of O' if facts.get('output_registers') else ''
-    return (f'1 producer, {facts["consumer_warpgroups"]} consumers{outputs}; '
+    producers = '2 producers' if facts.get('producers') == 2 else '1 producer'
+    return (f'{producers}, {facts["consumer_warpgroups"]} consumers{outputs}; '
             f'{facts["threads"]} threads'
             + f'; {ctas} CTAs a multiprocessor' * (ctas > 1))
 
