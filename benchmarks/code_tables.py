@@ -4,10 +4,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flash_attn3 import _plan, integrations
-from flash_attn3.tools import planning
 from tests.support import support_matrix as support
 from tests.support.client_evidence import EVIDENCE
 
@@ -22,23 +21,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 # --------------------------------------------------------------------------------------- features
-def largest_head_dim_v(head_dim: int, plan: Callable[..., Mapping]) -> int:
-    """The largest multiple of 8 that the planner takes for v."""
-    row = (1, 1, 1)
-    dims = [dim_v for dim_v in range(8, 1025, 8)
-            if 'reason' not in plan((*row, head_dim), (*row, head_dim), (*row, dim_v))]
-    return dims[-1]
-
-
 def support_part() -> str:
     """The short table of README.md."""
     largest = max(variant['head_dim'] for variant in _plan.variants())
-    widest = largest_head_dim_v(64, planning.plan)
-    gradients = largest_head_dim_v(64, planning.plan_backward)
+    fp8 = max(variant['head_dim'] for variant in _plan.variants()
+              if variant['dtype'] == 'float8_e4m3fn')
     return table(['', 'Hopper kernels'], [
         ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward, gradients in 16 bits'],
-        ['head dims', f'multiples of 8 to {largest} (gradients and dense FP8: {gradients}); of V '
-                      f'to {widest} (gradients: {gradients}) where Q and K have at most 64'],
+        ['head dims', f'multiples of 8 to {largest}, of V too; dense FP8: multiples of 16 to '
+                      f'{fp8}'],
         ['heads', 'MHA, GQA, MQA'],
         ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
         ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],

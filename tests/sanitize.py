@@ -152,7 +152,7 @@ def general_calls() -> list[tuple[GeneralCase, Kind]]:
 
 
 def has_gradients(case: MaskCase) -> bool:
-    return case.softcap == 0 and case.head_dim <= 256
+    return case.softcap == 0
 
 
 def mask_calls() -> list[MaskCase]:

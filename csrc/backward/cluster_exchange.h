@@ -1,6 +1,6 @@
 // Warps 1 to 3 of the producer warpgroup where two CTAs share the products (mma_by_products.h): one
-// sends dS to the other CTA, two keep the order of additions to dQ. One thread of each warp runs
-// these.
+// sends dS to a CTA with neighbouring keys, two keep the order of additions to dQ. One thread of
+// each warp runs these.
 #pragma once
 
 #include "backward/storage.h"
@@ -46,7 +46,7 @@ CUTE_DEVICE void grant_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& 
     auto const addition = cluster_addition<Traits>(p, steps);
     bool const follows = addition.follows_another();
     exchange.ds_full[buffer].wait(phase);
-    exchange.ds_other_full[buffer].wait(phase);
+    exchange.wait_for_scores(buffer, phase);
     exchange.dq_published[buffer].wait(phase ^ 1);
     exchange.dq_is_first[buffer] = !follows && addition.is_first();
     exchange.dq_turn[buffer].arrive();
@@ -69,7 +69,9 @@ CUTE_DEVICE void publish_turns(BwdStorage<Traits>& shared, BwdDeviceParams const
 template <class Traits>
 CUTE_DEVICE void run_exchange(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warp) {
   if (warp == 1) {
-    send_scores<Traits>(shared);
+    if constexpr (!Traits::kSplitsColumns) {
+      send_scores<Traits>(shared);
+    }
   } else if (warp == 2 && !p.dq_is_zeroed) {
     grant_turns<Traits>(shared, p);
   } else if (!p.dq_is_zeroed) {

@@ -16,13 +16,13 @@ struct DqConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void run() {
     int const rank = cluster_rank();
     shared.k_full[0].wait(0);
-    shared.exchange.k_other_full.wait(0);
+    shared.exchange.wait_for_keys();
     uint32_t count = 0;
     for (StepsOf<Traits> steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
       int const buffer = count % kExchangeBuffers;
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);
-      shared.exchange.ds_other_full[buffer].wait(phase);
+      shared.exchange.wait_for_scores(buffer, phase);
       bool const is_first = is_first_to_add(buffer, phase);
       int const end = DqLayout::first_of(rank + 1, Traits::kDqBlocks, steps.m);
       CUTE_NO_UNROLL
@@ -34,7 +34,7 @@ struct DqConsumer : BwdProducts<Traits> {
       }
       Base::arrive_from_warps(shared.exchange.dq_added[buffer]);
       Base::arrive_from_warps(shared.exchange.ds_empty[buffer]);
-      if (thread % 32 == 0) {
+      if (Exchange::kDsReaders > 1 && thread % 32 == 0) {
         shared.exchange.ds_empty[buffer].arrive(1 - rank);
       }
     }
@@ -51,16 +51,21 @@ struct DqConsumer : BwdProducts<Traits> {
     return shared.exchange.dq_is_first[buffer];
   }
 
-  // A block of dQ, summed over the keys of both CTAs.
+  // A block of dQ, summed over the keys of the cluster.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(int rank, int buffer, int block, Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
     int const column = block * kDq.columns;
     // WHY: ptxas would keep the descriptors of dS in registers over all blocks.
     asm volatile("" : "+r"(buffer));
-    Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k[0], column, tQrDq);
-    Base::issue_dq_gemm(shared.exchange.ds_other[buffer], 0, shared.exchange.k_other,
-                        column - Exchange::other_column(rank), tQrDq, false);
+    if constexpr (Traits::kSplitsColumns) {
+      Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k[0], column - rank * Traits::kHeadDim,
+                          tQrDq);
+    } else {
+      Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k[0], column, tQrDq);
+      Base::issue_dq_gemm(shared.exchange.ds_other[buffer], 0, shared.exchange.k_other,
+                          column - Exchange::other_column(rank), tQrDq, false);
+    }
   }
 
   // Adds a block to the accumulator, or stores the first, in the order of config/dq_layout.h.

@@ -18,7 +18,8 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element con
                             BwdWork const& work, int row, int column) {
   using Location = typename Traits::Location;
   store_box<Location>(map, slice,
-                      {column, work.k_row + row, work.kv_head, Location{work.batch}, work.k_end});
+                      {Traits::first_column() + column, work.k_row + row, work.kv_head,
+                       Location{work.batch}, work.k_end});
 }
 
 // A warp writes its 16 rows of dK or dV, scaled and rounded, to slices of kRows rows: each lane

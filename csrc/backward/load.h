@@ -50,7 +50,9 @@ struct BwdProducer {
     load_q(steps);
     load_v(work);
     load_dout(steps);
-    load_other_keys(work);
+    if constexpr (!Traits::kSplitsColumns) {
+      load_other_keys(work);
+    }
     ++count;
     for (steps.next(); steps.valid(); steps.next(), ++count) {
       load_q(steps);
@@ -115,12 +117,13 @@ struct BwdProducer {
   }
 
   CUTE_DEVICE void load_k(BwdWork const& work, int buffer) {
-    load_keys<Traits::kKeySlice>(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
-                                 Traits::k.key_columns());
+    load_keys<Traits::kKeySlice>(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row,
+                                 Traits::first_column(), Traits::k.key_columns());
   }
 
   CUTE_DEVICE void load_v(BwdWork const& work) {
-    load_keys(work, p.v, shared.v_full, shared.v, work.k_row, 0, padded_columns(Traits::kHeadDimV));
+    load_keys(work, p.v, shared.v_full, shared.v, work.k_row, Traits::first_column(),
+              padded_columns(Traits::kHeadDimV));
   }
 
   // Loads `columns` columns of the keys from `row` on, slice by slice.
@@ -174,8 +177,9 @@ struct BwdProducer {
     int const row = (kServesPacked<Traits> ? work.q_row : 0) + steps.m * Traits::kTileM;
     CUTE_UNROLL
     for (int column = 0; column < kDim; column += kSliceColumns) {
-      load_box<Location>(map, mbarrier_word(full), kKeepInL2, target + column * Traits::kTileM,
-                         {column, row, steps.head, Location{work.batch}, work.q_end});
+      load_box<Location>(
+          map, mbarrier_word(full), kKeepInL2, target + column * Traits::kTileM,
+          {Traits::first_column() + column, row, steps.head, Location{work.batch}, work.q_end});
     }
   }
 

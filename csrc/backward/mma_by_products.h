@@ -7,6 +7,8 @@
 //
 // With 64 keys a CTA would add more to dQ than L2 takes. So two CTAs of a cluster with neighbouring
 // keys send each other dS, and each computes half of the columns of dQ, over the keys of both.
+// Above head dim 256 they have the same keys, and half of all columns each: they send each other S
+// and dP of their columns, and add them.
 //
 // TRAP: as in mma_by_keys.h, no GEMM may be outstanding where a loop closes.
 //
@@ -98,6 +100,7 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform(StepsOf<Traits> const& steps, KeyMask<Traits> const& mask,
                              uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
+    shared.exchange.complete(0, step, min_of(p.works, 0), thread, tSrS);
     BwdScoresAt const at{p, *steps.work, 0, steps.m * Traits::kTileM, steps.head, thread};
     Base::replace_scores(tSrS, at);
     mask.apply(tSrS, steps);
@@ -240,6 +243,7 @@ struct DkConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void transform(uint32_t step, FragmentS& tPrDp, FragmentDs& tKrDs) {
     int const buffer = step % kExchangeBuffers;
     uint32_t const round = step / kExchangeBuffers % 2;
+    shared.exchange.complete(1, step, min_of(p.works, 0), thread, tPrDp);
     shared.exchange.p_full[buffer].wait(round);
     multiply_scores(shared.exchange.p[buffer], tPrDp, tKrDs, step);
     Base::arrive_from_warps(shared.exchange.p_empty[buffer]);

@@ -7,6 +7,7 @@
 
 #include "config/bwd_config.h"
 #include "core/packed_tiles.h"
+#include "device/cluster.h"
 #include "device/products.h"
 #include "device/score.h"
 
@@ -28,14 +29,17 @@ struct BwdTraits {
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kHasLists = kKind.has_lists();
   using Params = cute::conditional_t<kHasLists, ListedBwdParams, BwdDeviceParams>;
-  static constexpr int kHeadDim = k.head_dim;     // Q, K, dQ and dK
-  static constexpr int kHeadDimV = k.head_dim_v;  // V, dO and dV
+  // Those of this CTA, as are all columns here.
+  static constexpr int kHeadDim = k.cta_head_dim();     // Q, K, dQ and dK
+  static constexpr int kHeadDimV = k.cta_head_dim_v();  // V, dO and dV
   static constexpr int kTileM = k.tile_m;
   static constexpr int kTileN = k.cta_keys();
   static constexpr int kQStages = k.q_stages;
   static constexpr int kDoutStages = k.dout_stages;
   static constexpr int kClusterSize = k.cluster_size;
   static constexpr int kOtherColumns = k.other_columns();
+  static constexpr int kTileClusters = k.order_keys() / k.tile_n();  // that share a tile
+  static constexpr bool kSplitsColumns = k.column_ctas() > 1;
   static constexpr BwdSplit kSplit = k.split;
   static constexpr bool kScoresFirst = k.scores_first;
   static constexpr int kWarpgroups = k.consumer_warpgroups;
@@ -110,6 +114,10 @@ struct BwdTraits {
   // Splits K into second operands: a whole slice, also where a block of dQ has half of one.
   using MmaKt =
       decltype(cute::make_tiled_mma(shared_atom<Element, kDqOperandColumns, Major::MN>()));
+
+  // The first column of this CTA, of Q and K as of V.
+  CUTE_DEVICE static int first_column() { return kSplitsColumns ? cluster_rank() * kHeadDim : 0; }
+  static_assert(!kSplitsColumns || kHeadDim == kHeadDimV);
 };
 
 }  // namespace fa3

@@ -1,6 +1,7 @@
 // The work of a CTA: tiles of keys of one KV head, each against the queries of every query head
-// that uses it. CTAs of a cluster have neighbouring keys, and the same queries. One thread computes
-// it and publishes it in shared memory: the consumers have no registers to spare.
+// that uses it. CTAs of a cluster have the same queries, and neighbouring keys or the same ones.
+// One thread computes it and publishes it in shared memory: the consumers have no registers to
+// spare.
 #pragma once
 
 #include "backward/params.h"
@@ -88,17 +89,25 @@ CUTE_DEVICE int diagonal_tile(int m, QueryRange const& queries) {
   return queries.begin + (count > 0 && m > queries.begin ? (m - queries.begin) % count : 0);
 }
 
+// The keys of a CTA: where kTileClusters share a tile, the one with the last keys comes first in
+// the order of work.
+struct CtaOfTile {
+  int cluster;
+  int rank;
+};
+
 // Tile n of the keys of a KV head, in a sequence with these lengths. Coordinates of the sequence
 // are still missing.
 template <class Traits>
 CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, SeqlenPair len,
-                                 int rank) {
-  constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
+                                 CtaOfTile cta) {
+  constexpr int kKeys = Traits::k.order_keys();
   BwdWork work;
   work.kv_head = kv_head;
   work.head_begin = kv_head * p.group;
   work.head_end = work.head_begin + p.group;
-  work.key_begin = n * kKeys + rank * Traits::kTileN;
+  work.key_begin = n * kKeys + cta.cluster * Traits::k.tile_n() +
+                   (Traits::kSplitsColumns ? 0 : cta.rank * Traits::kTileN);
   work.len = len;
   if constexpr (!Traits::kHasLists) {
     work.queries =
@@ -141,13 +150,13 @@ CUTE_DEVICE TileCoord tile_of(ListedBwdParams const& p, int number) {
   return p.is_deterministic ? p.order.coord(number) : p.listed.tile_of(p.order, number, p.group);
 }
 
-// The work of the cluster with a number, for its CTA of a rank.
+// The work of the clusters with a number.
 template <class Traits>
 CUTE_DEVICE BwdWorkOf<Traits> work_of_dense(typename Traits::Params const& p, int number,
-                                            int rank) {
+                                            CtaOfTile cta) {
   TileCoord const tile = tile_of(p, number);
   int const n = tile.m;
-  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
+  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, cta);
   set_lists(work, p, tile, n, 0);
   work.q_row = 0;
   work.q_end = 0;
@@ -161,7 +170,7 @@ CUTE_DEVICE BwdWorkOf<Traits> work_of_dense(typename Traits::Params const& p, in
 // The work of a CTA on packed sequences. Usually there are more CTAs than tiles.
 template <class Traits>
 CUTE_DEVICE BwdWorkOf<Traits> work_of_packed(typename Traits::Params const& p, int number,
-                                             int rank) {
+                                             CtaOfTile cta) {
   int const index = p.tickets.heads.div(number);
   int const sequence = p.tables.sequence_of_tile[index];  // has an entry for every CTA
   if (sequence == PackedTables::kNoTile) {
@@ -171,7 +180,7 @@ CUTE_DEVICE BwdWorkOf<Traits> work_of_packed(typename Traits::Params const& p, i
   Sequence const& s = tiles.sequence;
   TileCoord const tile = p.tickets.coord(tiles, number);
   int const n = p.is_deterministic ? tile.m : tiles.tiles - 1 - tile.m;
-  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, s.len, rank);
+  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, s.len, cta);
   set_lists(work, p, tile, n, s.k_begin / kListedKeys + tile.batch);
   work.q_row = kRowsEnd - s.len.q;
   work.q_end = s.q_begin + s.len.q;
@@ -182,18 +191,22 @@ CUTE_DEVICE BwdWorkOf<Traits> work_of_packed(typename Traits::Params const& p, i
   return work;
 }
 
+// The work of the cluster with a number, for its CTA of a rank.
 template <class Traits>
 CUTE_DEVICE BwdWorkOf<Traits> work_of_number(typename Traits::Params const& p, int number,
                                              int rank) {
+  constexpr int kClusters = Traits::kTileClusters;
   if (number >= p.works) {
     return no_work<Traits>();
   }
+  CtaOfTile const cta{kClusters - 1 - number % kClusters, rank};
+  number /= kClusters;
   if constexpr (kServesPacked<Traits>) {
     if (p.is_packed()) {
-      return work_of_packed<Traits>(p, number, rank);
+      return work_of_packed<Traits>(p, number, cta);
     }
   }
-  return work_of_dense<Traits>(p, number, rank);
+  return work_of_dense<Traits>(p, number, cta);
 }
 
 // The steps of a tile of keys: tiles of queries of one head after the other. There is at least one.
@@ -318,13 +331,15 @@ constexpr int kWorkSlots = 4;
 
 // Deterministic mode: how many clusters add to the dQ of a step before this one. The tiles of keys
 // that meet a tile of queries are those that a forward pass over that tile would visit; the last
-// one adds first. With lists m is that number, QueryEntry::rank.
+// one adds first. With lists m is QueryEntry::rank, the number of tiles.
 template <class Traits>
 CUTE_DEVICE int predecessors(BwdDeviceParams const& p, BwdWork const& work, int m) {
   if constexpr (Traits::kHasLists) {
-    return m;
+    constexpr int kClusters = Traits::kTileClusters;
+    int const cluster = work.key_begin / Traits::k.tile_n() % kClusters;
+    return m * kClusters + (kClusters - 1 - cluster);
   } else {
-    constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
+    constexpr int kKeys = Traits::k.tile_n();
     int const position = m * Traits::kTileM;
     BlockRange const keys = block_range(position, position + Traits::kTileM, work.len, kKeys,
                                         mask_of<Traits::kKind.mask>(p.mask));

@@ -17,20 +17,17 @@ bool check_head_dims(Solver& solver, Call const& call) {
     return solver.in_range("D", {1}) && solver.in_range("Dv", {1});
   }
   int const step = solver.is_fp8() ? 16 : 8;
-  char const* const note = call.is_backward                                  ? " for gradients"
-                           : solver.is_fp8()                                 ? " with float8_e4m3fn"
+  char const* const note = solver.is_fp8()                                   ? " with float8_e4m3fn"
                            : call.execution.split_size > 0 && !call.on_cache ? " with split_size"
                            : call.choice.keys_chosen && !call.latent.qv      ? " with indices"
                            : call.mask.key_lists && call.has_softcap() ? " with mask and softcap"
                                                                        : "";
   Range const range = {step, *note ? kMaxNarrowHeadDim : kMaxHeadDim, step, note};
   bool const is_padded = solver["D"] % step == 0 || solver["D"] > range.most;
-  bool const halves_values =
-      solver["D"] <= kLongValuesHeadDim && !solver.is_fp8() && !call.is_backward;
+  bool const halves_values = solver["D"] <= kLongValuesHeadDim && !solver.is_fp8();
   return solver.in_range("D", range,
                          is_padded ? "" : "pad q, k and v with zeros, and pass softmax_scale") &&
-         solver.in_range("Dv", halves_values ? Range{step, kMaxHeadDim, step} : range,
-                         call.is_backward ? "split the columns of v over two calls" : "");
+         solver.in_range("Dv", halves_values ? Range{step, kMaxHeadDim, step} : range);
 }
 
 bool check_numbers(Solver& solver, Call const& call) {

@@ -6,6 +6,7 @@
 #include "config/dq_layout.h"
 #include "config/shared_memory.h"
 #include "config/slices.h"
+#include "core/key_list.h"
 
 namespace fa3 {
 
@@ -14,7 +15,7 @@ enum class BwdSplit : int {
   // Each has 64 keys of the tile, and computes all five GEMMs (backward/mma_by_keys.h).
   kKeys = 0,
   // All have the same 64 keys: one computes dV, one dK, one dQ (backward/mma_by_products.h), in a
-  // cluster of two CTAs, which split the columns of dQ.
+  // cluster of two CTAs, which split the columns of dQ, or all columns.
   kProducts = 1
 };
 
@@ -40,14 +41,21 @@ struct BwdConfig {
   bool scores_first = false;
 
   constexpr bool by_keys() const { return split == BwdSplit::kKeys; }
+
+  // CTAs of a cluster that split the columns of all tensors (backward/storage.h), and their
+  // head dims.
+  constexpr int column_ctas() const { return head_dim > 256 ? 2 : 1; }
+  constexpr int cta_head_dim() const { return head_dim / column_ctas(); }
+  constexpr int cta_head_dim_v() const { return head_dim_v / column_ctas(); }
+
   // Columns of a slice of K. By keys each warpgroup computes half of the columns of dQ: if those
   // are no slice of 64 or half of one, slices have 16.
   constexpr int key_slice() const {
     return by_keys() && head_dim % kSliceColumns != 0 ? kNarrowSliceColumns : kSliceColumns;
   }
 
-  // Columns of K, with those that only fill a slice.
-  constexpr int key_columns() const { return padded_columns(head_dim, key_slice()); }
+  // A CTA's columns of K, with those that only fill a slice.
+  constexpr int key_columns() const { return padded_columns(cta_head_dim(), key_slice()); }
 
   // Buffers of K: by keys, a CTA loads the next tile while it works on one.
   constexpr int key_buffers() const { return by_keys() ? 2 : 1; }
@@ -70,13 +78,24 @@ struct BwdConfig {
   constexpr int cta_keys() const {
     return by_keys() ? consumer_warpgroups * kWarpgroupRows : kWarpgroupRows;
   }
-  constexpr int tile_n() const { return cta_keys() * cluster_size; }
+  constexpr int tile_n() const { return cta_keys() * cluster_size / column_ctas(); }
+
+  // Keys of a tile in the order of work: a mask has lists for tiles of 128.
+  constexpr int order_keys() const { return kind.has_lists() ? kListedKeys : tile_n(); }
 
   // Columns of the other CTA's K that a CTA loads for its blocks of dQ. With an odd number of
   // blocks the CTAs alternate on the middle one.
   constexpr int other_columns() const {
     int const blocks = head_dim / kSliceColumns;
-    return cluster_size == 1 ? 0 : (blocks + 1) / 2 * kSliceColumns;
+    return tile_n() == cta_keys() ? 0 : (blocks + 1) / 2 * kSliceColumns;
+  }
+
+  // With BwdSplit::kProducts: what a CTA receives from the other of its cluster. dS of neighbouring
+  // keys and columns of their K, or S and dP of the other columns, in fp32.
+  constexpr int received_bytes() const {
+    int const scores = tile_m * cta_keys();
+    return column_ctas() > 1 ? 2 * scores * 4
+                             : kExchangeBuffers * scores * 2 + cta_keys() * other_columns() * 2;
   }
 
   // The blocks of dQ of a tile. Where the warpgroups split the keys each computes one: 64 rows if
@@ -124,13 +143,12 @@ struct BwdConfig {
     int const score_bytes = tile_m * cta_keys() * 2;
     return SharedMemory{}
         .add("K", key_buffers(), cta_keys() * key_columns() * 2)
-        .add("V", 1, cta_keys() * padded_columns(head_dim_v) * 2)
-        .add("Q", q_stages, tile_m * padded_columns(head_dim) * 2)
-        .add("dO", dout_stages, tile_m * padded_columns(head_dim_v) * 2)
+        .add("V", 1, cta_keys() * padded_columns(cta_head_dim_v()) * 2)
+        .add("Q", q_stages, tile_m * padded_columns(cta_head_dim()) * 2)
+        .add("dO", dout_stages, tile_m * padded_columns(cta_head_dim_v()) * 2)
         .add("dS", kExchangeBuffers, score_bytes)
         .add("staged", by_keys() ? consumer_warpgroups : 0, staging_bytes())
-        .add("exchanged", by_keys() ? 0 : 1,
-             2 * kExchangeBuffers * score_bytes + cta_keys() * other_columns() * 2)
+        .add("exchanged", by_keys() ? 0 : 1, kExchangeBuffers * score_bytes + received_bytes())
         .add("small data", 1, round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024));
   }
 
@@ -138,9 +156,12 @@ struct BwdConfig {
 };
 
 // The value of a variant. A choice that no kernel can run is an error of compilation.
-constexpr BwdConfig bwd_variant(char const* name, BwdConfig tile, Dtype dtype, KernelKind kind) {
+constexpr BwdConfig bwd_variant(char const* name, BwdConfig tile, int const (&head_dims)[2],
+                                Dtype dtype, KernelKind kind) {
   BwdConfig c = tile;
   c.name = name;
+  c.head_dim = head_dims[0];
+  c.head_dim_v = head_dims[1];
   c.dtype = dtype;
   c.kind = kind;
   DqLayout const dq = c.dq_layout();
@@ -157,6 +178,8 @@ constexpr BwdConfig bwd_variant(char const* name, BwdConfig tile, Dtype dtype, K
           "a block of dQ has slices of K, or half of one");
   require(c.shared_bytes() <= kMaxSharedBytes, "the tile does not fit into shared memory");
   require(!(c.scores_first && kind.has_softcap()), "a softcap needs P where it was written");
+  require(c.column_ctas() == 1 || (!c.by_keys() && c.column_ctas() == c.cluster_size),
+          "the CTAs of a cluster split the columns of the products");
   return c;
 }
 

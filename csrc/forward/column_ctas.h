@@ -4,8 +4,7 @@
 // number, each thread with the thread of the same number.
 #pragma once
 
-#include "device/cluster.h"
-#include "device/math.h"
+#include "device/cluster_sum.h"
 
 namespace fa3 {
 
@@ -44,41 +43,10 @@ struct SharedColumns {
 
   // Adds the S that the other CTA has sent. All threads of a warpgroup must call it. zero: a 0
   // that ptxas does not know.
-  // INVARIANT: a + b = b + a, so both CTAs have the same bits.
   template <class Storage, class FragmentS>
   CUTE_DEVICE void complete(Storage& shared, int zero, int warpgroup, int thread, FragmentS& tSrS) {
-    constexpr int kFours = Traits::kTileN / 8;
-    constexpr uint32_t kBytes = sizeof(shared.sent_scores[0]);
-    int const other = 1 - cluster_rank();
-    Mbarrier& full = shared.scores_full[warpgroup];
-    auto scores = cute::recast<float4>(tSrS);
-    if (thread == 0) {
-      full.arrive_and_expect_tx(kBytes);
-    }
-    shared.scores_empty[warpgroup].wait(phase ^ 1);
-    uint32_t const target = remote_address(other, &shared.sent_scores[warpgroup][0][thread]);
-    uint32_t const remote_full = remote_address(other, &full);
-    CUTE_UNROLL
-    for (int i = 0; i < kFours; ++i) {
-      send_async(target + i * kWarpgroupThreads * int(sizeof(float4)), scores(i), remote_full);
-    }
-    full.wait(phase);
-    uint32_t read = 0;
-    CUTE_UNROLL
-    for (int i = 0; i < kFours; ++i) {
-      float4 const sent = shared.sent_scores[warpgroup][i][thread];
-      read |= __float_as_uint(sent.x);
-      scores(i).x += sent.x;
-      scores(i).y += sent.y;
-      scores(i).z += sent.z;
-      scores(i).w += sent.w;
-    }
-    // TRAP: a load is issued before the arrival that follows it, but may end after the other CTA
-    // has sent the next S. So the arrival depends on what all lanes have loaded.
-    bool const never = __any_sync(kWholeWarp, (read & uint32_t(zero)) != 0);
-    if (thread % 32 == 0) {
-      arrive_remote(other, shared.scores_empty[warpgroup], never);
-    }
+    add_from_other_cta(shared.sent_scores[warpgroup], shared.scores_full[warpgroup],
+                       shared.scores_empty[warpgroup], phase, zero, thread, tSrS);
     phase ^= 1;
   }
 

@@ -25,9 +25,7 @@ _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / 'device'), str(_HERE.parent / 'call')]
 import generate_arguments  # noqa: E402
 import generate_wgmma_shapes  # noqa: E402
-from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa: E402
-
-Variant = ForwardVariant | BackwardVariant
+from variants import BACKWARD, FORWARD, Variant  # noqa: E402
 
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16', 'E4m3': 'kFloat8E4M3'}
 # The headers take 13 s of processor time in each unit (nvcc 13.0, 2026-11-22); all 225 variants in
@@ -47,12 +45,6 @@ class Family:
     @property
     def prefix(self) -> str:
         return self.short.capitalize()
-
-    def value(self, variant: Variant) -> str:
-        """The tile of a variant, and the head dims where the tile has none."""
-        if isinstance(variant, BackwardVariant):
-            return f'k{variant.tile}'
-        return 'k{}, {{{}, {}}}'.format(variant.tile, *variant.head_dims)
 
     @property
     def launch_arguments(self) -> str:
@@ -82,7 +74,8 @@ def variants_header(family: Family) -> str:
     structs = '\n\n'.join(
         f'struct {variant.name} {{\n'
         f'  static constexpr {family.prefix}Config k = {family.short}_variant(\n'
-        f'      "{variant.name}", {family.value(variant)}, Dtype::{_DTYPES[variant.dtype]},\n'
+        f'      "{variant.name}", k{variant.tile}, {{{variant.head_dims[0]}, '
+        f'{variant.head_dims[1]}}}, Dtype::{_DTYPES[variant.dtype]},\n'
         f'      k{variant.kind}Kernel);\n'
         f'}};' for variant in family.variants)
     rows = '\n'.join(f'    {variant.name}::k,' for variant in family.variants)

@@ -67,11 +67,13 @@ int most_queries(FwdProblem const& problem, int tile_n) {
   return int(std::min<int64_t>(most, IntervalMask::kNoLimit));
 }
 
+int clusters_of_tile(BwdConfig const& config) { return config.order_keys() / config.tile_n(); }
+
 void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
   int const pairs = problem.heads_k * problem.batch;
   schedule.m_tiles = ceil_div(problem.seqlen_q, config.tile_m);
-  schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
-  schedule.works = schedule.n_tiles * pairs;
+  schedule.n_tiles = ceil_div(problem.seqlen_k, config.order_keys());
+  schedule.works = schedule.n_tiles * pairs * clusters_of_tile(config);
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
   SectionHeads const section = heads_of_section(problem, config, schedule.n_tiles);
   schedule.section_pairs = int(std::min<int64_t>(section.usual, max_of(1, pairs)));
@@ -81,14 +83,14 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
 // Sequences are processed one after another, so a section consists of heads.
 void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
   schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), config.tile_m));
-  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.tile_n()));
-  schedule.works = schedule.n_tiles * problem.heads_k;
+  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.order_keys()));
+  schedule.works = schedule.n_tiles * problem.heads_k * clusters_of_tile(config);
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q;
-  schedule.most_queries = most_queries(problem, config.tile_n());
+  schedule.most_queries = most_queries(problem, config.order_keys());
   schedule.table_ints = PackedTables::table_ints(
       PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
   if (schedule.in_sections) {
-    int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
+    int const n_tiles = ceil_div(problem.seqlen_k, config.order_keys());
     SectionHeads const section = heads_of_section(problem, config, n_tiles);
     int64_t const heads =
         std::min<int64_t>(std::max(section.usual, section.least_last), problem.heads_k);
@@ -124,7 +126,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   BwdConfig const& config = kBwdVariants[plan.variant];
   BwdSchedule& schedule = plan.schedule;
   schedule.tile_m = config.tile_m;
-  schedule.tile_n = config.tile_n();
+  schedule.tile_n = config.order_keys();
   schedule.in_sections = problem.deterministic || problem.kind.has_lists() || shrinks(problem);
   if (problem.is_packed) {
     schedule_packed(schedule, problem, config);

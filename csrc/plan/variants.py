@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ForwardVariant:
-    tile: str     # constant of csrc/config/fwd_tiles.h, for E4m3 of fwd_tiles_fp8.h, without its k
+class Variant:
+    tile: str     # constant of csrc/config/fwd_tiles.h, fwd_tiles_fp8.h (E4m3) or bwd_tiles.h
     dtype: str    # 'Fp16', 'Bf16' or 'E4m3'
     kind: str     # 'Full', 'Causal', 'General' or 'Softcap'
     head_dim: int | str   # '192x128': 192 of q and k, 128 of v
@@ -21,11 +21,13 @@ class ForwardVariant:
     @property
     def name(self) -> str:
         """The C++ struct: FwdBf16D128Causal. Tests, error messages and profilers show this name."""
-        return f'Fwd{self.dtype}D{self.head_dim}{self.kind}{self.suffix}'
+        return f'{self.tile[:3]}{self.dtype}D{self.head_dim}{self.kind}{self.suffix}'
 
     @property
     def folder(self) -> str:
         """The folder of csrc that has the kernel."""
+        if self.tile.startswith('Bwd'):
+            return 'backward'
         if 'Decode' in self.suffix:
             return 'decode'
         return 'mla' if self.kind == 'Latent' else 'forward'
@@ -43,7 +45,7 @@ class ForwardVariant:
         return tile if re.search(dims + r'(?!\d|x)', tile) else f'{tile}{dims}'
 
 
-def _forward_variants() -> list[ForwardVariant]:
+def _forward_variants() -> list[Variant]:
     both = 'Full Causal'
     # (tile, head dim, kinds, suffix); the fastest of those that serve a problem comes first
     tiles = [(f'FwdTileD{tile}', head_dim, both, '') for tile, head_dims in (
@@ -87,7 +89,7 @@ def _forward_variants() -> list[ForwardVariant]:
               ('FwdTileLatentDecodeKv8', '64x512', 'Latent', 'DecodeKv8'),
               ('FwdTileLatent', '64x512', 'Latent', ''),
               ('FwdTileLatentKv8', '64x512', 'Latent', 'Kv8')]
-    half_precision = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
+    half_precision = [Variant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds.split() for dtype in ('Bf16', 'Fp16')]
     tiles = [('FwdTileFp8D64', 64, f'{both} General Softcap', ''),
@@ -102,9 +104,9 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileFp8D{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
               for head_dim in (64, 128, '192x128', 256)]
     # These take q of either dtype, and compute in fp16.
-    half_precision += [ForwardVariant(f'FwdTileD{head_dim}DecodeKv8', 'Fp16', 'Cache', head_dim,
+    half_precision += [Variant(f'FwdTileD{head_dim}DecodeKv8', 'Fp16', 'Cache', head_dim,
                                   'DecodeKv8') for head_dim in decoded]
-    return half_precision + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
+    return half_precision + [Variant(tile, 'E4m3', kind, head_dim, suffix)
                          for tile, head_dim, kinds, suffix in tiles
                          for kind in kinds.split()]
 
@@ -112,35 +114,17 @@ def _forward_variants() -> list[ForwardVariant]:
 FORWARD = _forward_variants()
 
 
-@dataclass(frozen=True)
-class BackwardVariant:
-    tile: str     # constant of csrc/config/bwd_tiles.h, without its k
-    dtype: str    # 'Fp16' or 'Bf16'
-    kind: str     # 'Full', 'Causal', 'General' or 'Softcap'
-    head_dim: int | str   # as that of a forward variant
-
-    @property
-    def name(self) -> str:
-        """The C++ struct: BwdBf16D128Causal."""
-        return f'Bwd{self.dtype}D{self.head_dim}{self.kind}'
-
-    @property
-    def folder(self) -> str:
-        return 'backward'
-
-    @property
-    def shape(self) -> str:
-        return self.tile
-
-
-def _backward_variants() -> list[BackwardVariant]:
-    tiles = [(head_dim, 'Full Causal General Softcap')
-             for head_dim in (64, 96, 128, 192, 256)]
-    tiles += [(head_dim, 'Lists') for head_dim in (64, 128, 192, 256)]
-    tiles += [(head_dims, 'Causal General')
-              for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
-    return [BackwardVariant(f'BwdTileD{head_dim}', dtype, kind, head_dim)
-            for head_dim, kinds in tiles for kind in kinds.split() for dtype in ('Bf16', 'Fp16')]
+def _backward_variants() -> list[Variant]:
+    all_kinds = 'Full Causal General Softcap'
+    tiles = [(f'BwdTileD{head_dim}', head_dim, f'{all_kinds}{lists}') for head_dim, lists in (
+        (64, ' Lists'), (96, ''), (128, ' Lists'), (192, ' Lists'), (256, ' Lists'))]
+    tiles += [(f'BwdTileD{tile}', head_dims, 'Causal General') for tile, head_dims in (
+        ('128Narrow', '64x128'), ('64x256', '64x256'), ('128Narrow', '96x64'),
+        ('128Narrow', '128x64'), ('192x128', '192x128'))]
+    tiles += [('BwdTileD256', 512, 'Causal General Softcap Lists')]
+    return [Variant(tile, dtype, kind, head_dim)
+            for tile, head_dim, kinds in tiles for kind in kinds.split()
+            for dtype in ('Bf16', 'Fp16')]
 
 
 BACKWARD = _backward_variants()

@@ -126,6 +126,7 @@ void add_variant(DictBuilder& dict, int variant) {
                                           ? config.converter_registers()
                                           : 0)
       .flag("swapped", config.is_swapped)
+      .integer("producers", config.producers())
       .integer("consumer_registers", config.consumer_registers())
       .integer("output_registers", config.is_mla() ? config.output_registers() : 0);
 }
@@ -146,8 +147,9 @@ void add_backward_variant(DictBuilder& dict, int variant) {
   BwdConfig const& config = kBwdVariants[variant];
   add_common(dict, config, config.dtype, kBwdBuilt[variant])
       .flag("causal", config.kind == kCausalKernel)
-      .integer("columns", padded_columns(config.head_dim))
-      .integer("columns_v", padded_columns(config.head_dim_v))
+      .integer("columns", padded_columns(config.cta_head_dim()))
+      .integer("columns_v", padded_columns(config.cta_head_dim_v()))
+      .integer("column_ctas", config.column_ctas())
       .integer("tile_m", config.tile_m)
       .integer("tile_n", config.tile_n())
       .integer("cluster_size", config.cluster_size)

@@ -21,7 +21,7 @@ from tests.cpu.test_plan import ceil_div
 from tests.host import _host
 
 # One dtype: the other one has the same work.
-TILE_OF = {variant.name: _host.backward_tiles[variant.tile] for variant in BACKWARD
+TILE_OF = {variant.name: _host.backward_tiles[variant.shape] for variant in BACKWARD
            if variant.dtype == 'Bf16'}
 FACTS = {facts['name']: facts for facts in _plan.backward_variants()}
 DEVICE = {'sm_count': 132, 'l2_bytes': 50 << 20}
@@ -61,7 +61,7 @@ def work_of(name, sizes, mask, deterministic=False, lengths=None, **changes):
 
 
 def keys_of_cta(plan):
-    return plan['tile_n'] // plan['cluster_size']
+    return TILE_OF[plan['name']]['tile_n']
 
 
 def clusters_of(plan, ctas):
@@ -92,7 +92,8 @@ def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm
         assert lengths == (seqlen_q, seqlen_k)
         assert queries == _host.query_range(tile_begin, seqlen_q, seqlen_k, tile_m, tile_n, mask)
         for rank, (work, other_steps) in enumerate(cluster):
-            key_begin = tile_begin + rank * keys_of_cta(plan)
+            own_keys = 0 if plan['column_ctas'] > 1 else rank
+            key_begin = tile_begin + own_keys * keys_of_cta(plan)
             assert work == (kv_head, heads, key_begin, queries, lengths,
                             (entry, 0, 0, key_begin, 0))
             assert other_steps == steps
@@ -144,7 +145,7 @@ def test_every_visible_pair_is_computed_once(name, seqlen_q, seqlen_k):
         plan, _, ctas = work_of(name, (1, seqlen_q, seqlen_k, 2, 1), mask)
         tile_m, pairs = plan['tile_m'], visible(seqlen_q, seqlen_k, mask)
         computed = torch.zeros(2, seqlen_q, seqlen_k, dtype=torch.long)
-        for (_, _, key_begin, *_), steps in ctas:
+        for (_, _, key_begin, *_), steps in ctas[::plan['column_ctas']]:
             keys = slice(key_begin, key_begin + keys_of_cta(plan))
             for head, m, is_masked, *_ in steps:
                 queries = slice(m * tile_m, (m + 1) * tile_m)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from csrc.plan.generate import FAMILIES, units_of
-from csrc.plan.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
+from csrc.plan.variants import BACKWARD, FORWARD, Variant
 from flash_attn3 import _plan
 from tests import sass
 from tests.cpu.test_smem_budget import registers_of_warpgroups
@@ -60,7 +60,12 @@ SPILLED_BYTES: dict[str, int] = {
     # the tile of one warpgroup; e4m3 149, before 16 rows had a loop of their own and without spills
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
     'FwdBf16D192x128CacheDecode': 12, 'FwdFp16D192x128CacheDecode': 12,
-    'FwdFp16D96CacheDecodeKv8': 40, 'FwdFp16D128CacheDecodeKv8': 120}
+    'FwdFp16D96CacheDecodeKv8': 40, 'FwdFp16D128CacheDecodeKv8': 120,
+    # Once a part; 88 and 168 registers for the two producers and the consumers spill 164.
+    **{f'Fwd{dtype}D64x512LatentDecodeKv8': 64 for dtype in ('Bf16', 'Fp16')},
+    # A step: addresses of dS, and of what the other CTA of the cluster receives.
+    **{f'Bwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
+        ('Causal', 52), ('General', 76), ('Softcap', 40), ('Lists', 56))}}
 MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
@@ -77,6 +82,9 @@ LOADED_IN_LOOPS = {
     'FwdBf16D64SoftcapFolded': 13, 'FwdFp16D64SoftcapFolded': 13,
     'FwdBf16D256GeneralFolded': 10, 'FwdFp16D256GeneralFolded': 10,
     'FwdBf16D256SoftcapFolded': 10, 'FwdFp16D256SoftcapFolded': 10,
+    **{f'Fwd{dtype}D64x512LatentDecodeKv8': 1 for dtype in ('Bf16', 'Fp16')},
+    **{f'Bwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
+        ('Causal', 21), ('General', 31), ('Softcap', 19), ('Lists', 22))},
 }
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
@@ -87,7 +95,6 @@ LOCAL_MEMORY = re.compile(r'\b(LDL|STL)\b')
 PER_VARIANT = pytest.mark.parametrize('variant', FORWARD, ids=lambda variant: variant.name)
 PER_BACKWARD = pytest.mark.parametrize('variant', BACKWARD, ids=lambda variant: variant.name)
 PER_ANY = pytest.mark.parametrize('variant', FORWARD + BACKWARD, ids=lambda variant: variant.name)
-Variant = ForwardVariant | BackwardVariant
 BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 LATENT_KERNELS = ('mla', 'mla_combine')
 
@@ -107,7 +114,7 @@ OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 6,
 
 def kernels_of(variant: Variant) -> tuple[str, ...]:
     """The main one first."""
-    if isinstance(variant, BackwardVariant):
+    if variant.folder == 'backward':
         return BACKWARD_KERNELS
     return LATENT_KERNELS if variant.folder == 'mla' else (variant.folder,)
 
@@ -227,7 +234,7 @@ def test_no_local_memory_in_the_main_loop(variant: Variant):
 @pytest.mark.parametrize('variant', [
     one for one in FORWARD if one.folder == 'decode' and 'LatentDecodeKv8' not in one.name],
     ids=lambda variant: variant.name)
-def test_whole_rows_are_copied_without_predicates(variant: ForwardVariant):
+def test_whole_rows_are_copied_without_predicates(variant: Variant):
     """A copy with zeros holds its predicate until it has read it, and ptxas may use the same one
     for all. A thread copies 8 rows or more of K and V at a time. Of e4m3 latents it copies 20
     chunks of a K tile, with a predicate each; without any was not tried.
@@ -239,7 +246,7 @@ def test_whole_rows_are_copied_without_predicates(variant: ForwardVariant):
 
 @pytest.mark.parametrize('variant', [one for one in FORWARD if facts_of(one)['late_wait']],
                          ids=lambda variant: variant.name)
-def test_the_late_wait(variant: ForwardVariant):
+def test_the_late_wait(variant: Variant):
     """In a step the wait for PV follows half of the exponentials, and precedes some of them. A
     thread computes tile_n / 2; with a softcap also one for each tanh.
     """
@@ -255,7 +262,7 @@ def test_the_late_wait(variant: ForwardVariant):
 
 
 @PER_VARIANT
-def test_hopper_instructions(variant: ForwardVariant):
+def test_hopper_instructions(variant: Variant):
     """TMA loads and stores, registers handed from the producer to the consumers, no plain mma;
     the wait for the launch before, and the word that the next one may begin. On a cache rows are
     gathered, O is stored from registers, and parts are counted. FP8: V is transposed in shared
@@ -283,7 +290,7 @@ def test_hopper_instructions(variant: ForwardVariant):
 
 
 @PER_VARIANT
-def test_wgmma_shapes(variant: ForwardVariant):
+def test_wgmma_shapes(variant: Variant):
     """Scores: 64 x tile_n per 16 of the head dim. Output: 64 x head_dim_v per 16 keys, with sums in
     fp32, and of a latent cache, at most 128 columns at a time. A latent cache: scores also per 16
     of head_dim_v. FP8: per 32. A decode kernel: 64 keys, or columns, by the rows of a tile.
@@ -316,7 +323,7 @@ def test_wgmma_shapes(variant: ForwardVariant):
 
 
 @PER_VARIANT
-def test_registers_after_setmaxnreg(variant: ForwardVariant):
+def test_registers_after_setmaxnreg(variant: Variant):
     """The kernel deals out what the variant's facts say, out of what it got at its launch: a
     warpgroup that asks for more waits for ever.
     """
@@ -334,13 +341,16 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
 
 # --------------------------------------------------------------------------------------- backward
 @PER_BACKWARD
-def test_instructions_of_the_backward(variant: BackwardVariant):
+def test_instructions_of_the_backward(variant: Variant):
     """TMA both ways, dS transposed on its way to shared memory, the order of launches in each of
     the three kernels. dQ added by bulk copies; in a cluster from registers, four values at a time,
-    and dS sent by bulk copies.
+    and dS sent by bulk copies, or S and dP where the CTAs split the columns.
     """
     text = '\n'.join(sass_of(variant))
-    by_cluster = {'UBLKRED': False, 'REDG.E.ADD.F32x4': True, 'UBLKCP.S.S': True, 'UCGABAR': True}
+    splits_columns = facts_of(variant)['column_ctas'] > 1
+    assert ('UBLKCP.S.S' if splits_columns else 'STAS') not in text
+    by_cluster = {'UBLKRED': False, 'REDG.E.ADD.F32x4': True, 'UCGABAR': True,
+                  'STAS' if splits_columns else 'UBLKCP.S.S': True}
     for name in ('UTMALDG', 'UTMASTG', 'UBLKCP.S.G', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC',
                  'SYNCS', 'STSM.16.MT88.4'):
         assert name in text, f'no {name}'
@@ -354,20 +364,21 @@ def test_instructions_of_the_backward(variant: BackwardVariant):
 
 
 @PER_BACKWARD
-def test_products_of_the_backward(variant: BackwardVariant):
+def test_products_of_the_backward(variant: Variant):
     """dK and dV have their head dim as columns, or half of it beyond 192 (backward/traits.h); S and
     dP the queries of a step; dQ its share of the head dim. All in the right dtype.
     """
     shapes = HGMMA.findall('\n'.join(sass_of(variant)))
-    tile = _host.backward_tiles[variant.tile]
-    gradients = {dim // (2 if dim > 192 else 1) for dim in (tile['head_dim'], tile['head_dim_v'])}
+    tile = _host.backward_tiles[variant.shape]
+    dims = [tile[name] // facts_of(variant)['column_ctas'] for name in ('head_dim', 'head_dim_v')]
+    gradients = {dim // (2 if dim > 192 else 1) for dim in dims}
     assert {int(columns) for columns, _ in shapes} == gradients | {tile['tile_m'],
                                                                    tile['dq'].columns}
     assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
 
 
 @PER_BACKWARD
-def test_registers_of_the_backward(variant: BackwardVariant):
+def test_registers_of_the_backward(variant: Variant):
     facts = facts_of(variant)
     counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
     registers = registers_of_warpgroups(facts)

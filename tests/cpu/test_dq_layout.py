@@ -64,7 +64,7 @@ def test_the_blocks_of_a_tile_cover_it_once(tile):
 
 def test_every_tile_is_looked_at():
     """A new one: a line in bind_backward() of tests/host/host_module.cpp."""
-    assert set(TILES) == {variant.tile for variant in BACKWARD}
+    assert set(TILES) == {variant.shape for variant in BACKWARD}
 
 
 @pytest.mark.parametrize('blocks', range(1, 9))

@@ -46,19 +46,19 @@ def test_the_table_is_the_list():
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
         assert row['mask'] == variant.kind.lower()
         assert row['causal'] == (variant.kind == 'Causal')
-        dims = [int(dim) for dim in str(variant.head_dim).split('x')]
-        assert (row['head_dim'], row['head_dim_v']) == (dims[0], dims[-1])
-        tile = _host.backward_tiles[variant.tile]
+        assert (row['head_dim'], row['head_dim_v']) == variant.head_dims
+        tile = _host.backward_tiles[variant.shape]
         for name in ('tile_m', 'head_dim', 'head_dim_v', 'cluster_size', 'consumer_warpgroups'):
             assert row[name] == tile[name]
-        assert row['tile_n'] == tile['tile_n'] * row['cluster_size']
+        assert row['tile_n'] * row['column_ctas'] == tile['tile_n'] * row['cluster_size']
 
 
 def test_every_dtype_has_the_same_head_dims_and_every_mask_the_same_square_ones():
     for mask in MASKS:
         bf16, fp16 = (head_dims(dtype, mask) for dtype in DTYPES)
         assert bf16 == fp16 and len(set(bf16)) == len(bf16)
-        assert [dims for dims in bf16 if dims[0] == dims[1]] == head_dims('bfloat16', 'full')
+        square = [dims for dims in bf16 if dims[0] == dims[1] <= 256]
+        assert square == head_dims('bfloat16', 'full')
         assert (256, 256) in bf16
     assert set(head_dims('bfloat16', 'causal')) == set(head_dims('bfloat16', 'general'))
 
@@ -66,7 +66,7 @@ def test_every_dtype_has_the_same_head_dims_and_every_mask_the_same_square_ones(
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('mask', MASKS)
 def test_the_variant_of_the_next_head_dim(dtype, mask):
-    for head_dim, head_dim_v in product(range(8, 257, 8), repeat=2):
+    for head_dim, head_dim_v in product([*range(8, 257, 8), 264, 512], repeat=2):
         index = _host.find_backward_variant(dtype == 'bfloat16', MASKS.index(mask), head_dim,
                                             head_dim_v)
         chosen = VARIANTS[index]
@@ -79,7 +79,8 @@ def test_the_variant_of_the_next_head_dim(dtype, mask):
     (64, 32, '64Full'), (32, 64, '64Full'), (64, 128, '64x128General'), (40, 200, '64x256General'),
     (192, 128, '192x128General'), (128, 192, '192Full'), (96, 64, '96x64General'),
     (72, 88, '96Full'), (64, 96, '64x128General'), (104, 64, '128x64General'),
-    (256, 64, '256Full')])
+    (256, 64, '256Full'), (512, 512, '512General'), (264, 64, '512General'),
+    (64, 264, '512General')])
 def test_head_dims_of_dense_batches(head_dim, head_dim_v, served):
     """A full mask of unequal head dims is a case of the general one."""
     for causal in (False, True):
@@ -250,7 +251,7 @@ def test_the_largest_problem(head_dim):
 
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 100}, 'flash_attn_func: expected the head_dim of q to be a multiple of 8 from 8 '
-                        'to 256 for gradients, got 100'),
+                        'to 512, got 100'),
     ({'dtype': 'float32'}, 'flash_attn_func: expected q.dtype to be float16 or bfloat16, got '
                            'float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'flash_attn_func: expected the heads of q to be a multiple of '

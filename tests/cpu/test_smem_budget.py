@@ -77,7 +77,7 @@ def test_small_data_is_small(variant):
     if variant['dtype'] == E4M3:
         scales = 4 * 64 * variant['q_stages'] * variant['consumer_warpgroups']
     if variant.get('swapped'):
-        scales = 64 * (20 + 8 * 4) + 28 * 384 + 4 * variant['tile_n'] * variant['stages']
+        scales = 64 * (20 + 8 * 4) + 28 * variant['threads'] + 4 * variant['tile_n'] * variant['stages']
     elif is_latent(variant):    # scales of 4 groups of columns of a key
         scales = 1024 + 16 * variant['tile_n'] * (variant['raw_stages'] > 0)
     elif variant.get('converter_registers'):
@@ -106,16 +106,17 @@ def registers_of_warpgroups(variant):
     assert len(consumers) == count
     converter = variant.get('converter_registers', 0)    # the backward has none
     output = variant.get('output_registers', 0)
-    return ([variant['producer_registers'], *consumers] + [converter] * (converter > 0)
+    producers = [variant['producer_registers']] * variant.get('producers', 1)
+    return ([*producers, *consumers] + [converter] * (converter > 0)
             + [output] * (OUTPUT_WARPGROUPS if output else 0))
 
 
 @of_both
 def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
-    producer, *consumers = registers_of_warpgroups(variant)
-    for registers in (producer, *consumers):
+    of_warpgroups = registers_of_warpgroups(variant)
+    for registers in of_warpgroups:
         assert registers % 8 == 0 and 24 <= registers <= 256
-    pool = WARPGROUP_THREADS * (producer + sum(consumers))
+    pool = WARPGROUP_THREADS * sum(of_warpgroups)
     ctas = variant.get('ctas_per_sm', 1)    # the backward always has one
     assert ctas * pool <= REGISTERS_PER_SM
     # At launch every thread has the same number of registers, rounded down to a multiple of 8.
@@ -161,14 +162,15 @@ def test_products_and_copies_have_legal_shapes(variant):
 
 
 def keys_of_cta(variant):
-    return variant['tile_n'] // variant['cluster_size']
+    return variant['tile_n'] * variant['column_ctas'] // variant['cluster_size']
 
 
 @each_backward
 def test_products_of_the_backward_have_legal_shapes(variant):
     """The head dims are the columns of dK and dV, the queries of a step those of S and dP."""
     for name in ('', '_v'):
-        head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
+        head_dim = variant[f'head_dim{name}'] // variant['column_ctas']
+        columns = variant[f'columns{name}']
         assert head_dim % 16 == 0 and head_dim <= 256
         assert columns % 64 == 0 and columns - 64 < head_dim <= columns
     assert variant['tile_m'] % 16 == 0 and variant['tile_m'] <= 256

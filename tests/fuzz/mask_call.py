@@ -24,7 +24,7 @@ from tests.support.mask_cases import INTERVALS, Blocks, Given, MaskCase
 HEADS = ((4, 4), (4, 2), (6, 2), (5, 1), (3, 3))
 HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (40, 40), (72, 72), (32, 32), (128, 64), (64, 128),
              (256, 256), (192, 128), (192, 192), (256, 64))
-WIDE_HEAD_DIMS = ((512, 512), (304, 304), (512, 256))    # without gradients and softcap
+WIDE_HEAD_DIMS = ((512, 512), (304, 304), (512, 256))    # without softcap
 RESULTS = 'out', 'lse', 'max_logits'
 
 
@@ -229,7 +229,8 @@ def drawn(pick: random.Random, lengths: Callable[..., tuple]) -> MaskCall:
     has_blocks = pick.random() < (0.3 if maker or intervals else 1)
     kind = pick.choice(('gradients', 'gradients', 'gradients', 'forward', 'wide', 'head', 'block'))
     gradients = kind == 'gradients'
-    dims = pick.choice(WIDE_HEAD_DIMS if kind == 'wide' else HEAD_DIMS)
+    wide = WIDE_HEAD_DIMS if gradients else ()
+    dims = pick.choice(WIDE_HEAD_DIMS if kind == 'wide' else HEAD_DIMS + wide)
     if kind in BLOCKS:
         dims = tuple(dim // 16 * 16 for dim in dims)
     case = MaskCase(

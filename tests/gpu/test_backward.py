@@ -95,7 +95,7 @@ def test_long(seqlens, kind, device):
 
 @pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
 @pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
-@pytest.mark.parametrize('head_dim', range(8, 257, 8))
+@pytest.mark.parametrize('head_dim', [*range(8, 257, 8), 264, 320, 392, 504, 512])
 def test_every_head_dim(head_dim, dtype, causal, device):
     check(Case(200, 333, heads_k=2, head_dim=head_dim, dtype=dtype, causal=causal), device)
 

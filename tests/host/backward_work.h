@@ -16,11 +16,14 @@ namespace fa3::host {
 // What backward/work.h reads of BwdTraits, for a kind of which the tile may have no variant.
 template <class Config, KernelKind kProblemKind>
 struct WorkTraits {
+  static constexpr BwdConfig k = Config::k;
   static constexpr int kTileM = Config::k.tile_m;
   static constexpr int kTileN = Config::k.cta_keys();
   static constexpr int kClusterSize = Config::k.cluster_size;
   static constexpr KernelKind kKind = kProblemKind;
   static constexpr bool kHasLists = false;
+  static constexpr int kTileClusters = 1;
+  static constexpr bool kSplitsColumns = k.column_ctas() > 1;
   using Params = BwdDeviceParams;
 };
 

@@ -366,10 +366,11 @@ void bind_backward(py::module_& m) {
   tiles["BwdTileD128"] = backward_tile<BwdBf16D128Causal>();
   tiles["BwdTileD192"] = backward_tile<BwdBf16D192Causal>();
   tiles["BwdTileD256"] = backward_tile<BwdBf16D256Causal>();
-  tiles["BwdTileD64x128"] = backward_tile<BwdBf16D64x128Causal>();
+  tiles["BwdTileD256D512"] = backward_tile<BwdBf16D512Causal>();
+  tiles["BwdTileD128NarrowD64x128"] = backward_tile<BwdBf16D64x128Causal>();
   tiles["BwdTileD64x256"] = backward_tile<BwdBf16D64x256Causal>();
-  tiles["BwdTileD96x64"] = backward_tile<BwdBf16D96x64Causal>();
-  tiles["BwdTileD128x64"] = backward_tile<BwdBf16D128x64Causal>();
+  tiles["BwdTileD128NarrowD96x64"] = backward_tile<BwdBf16D96x64Causal>();
+  tiles["BwdTileD128NarrowD128x64"] = backward_tile<BwdBf16D128x64Causal>();
   tiles["BwdTileD192x128"] = backward_tile<BwdBf16D192x128Causal>();
   m.attr("backward_tiles") = tiles;
 }

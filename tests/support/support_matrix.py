@@ -28,8 +28,6 @@ def _of_kernels(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]
     return {column: KernelRule(error) for column, error in _of_functions(text, columns).items()}
 
 
-_GRADIENT_HEAD_DIMS = _of_kernels(
-    'the head_dim of v to be a multiple of 8 from 8 to 256', COLUMNS[2:])
 _HEAD_DIMS = _of_kernels('the head_dim of q to be a multiple of 8 from 8 to 512')
 
 _NO_FP8_GRADIENTS = _of_functions('requires_grad=False with float8_e4m3fn', COLUMNS[2:])
@@ -101,11 +99,9 @@ FEATURES = (
     Feature('head dim of v: 192, 128', head_dims=(192, 128), options={'causal': True}),
     Feature('head dim of v: 64, 256', head_dims=(64, 256)),
     Feature('head dim of v: 72, 24', head_dims=(72, 24)),
-    Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
+    Feature('head dim of v: 64, 512', head_dims=(64, 512)),
     Feature('head dims 264, 512', head_dims=(264, 512), options={'window_size': (20, 0)},
-            tensors=('s_aux',), errors=_of_kernels(
-                'the head_dim of q to be a multiple of 8 from 8 to 256',
-                COLUMNS[2:])),
+            tensors=('s_aux',)),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
     Feature('`window_size`, left', options={'window_size': (20, 0)}),
