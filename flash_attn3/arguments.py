@@ -147,10 +147,6 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),
     ('rounded_backward', 'bool', False, 'quantization'),
-    # Completions: segments, and the indices of the prompts among them. max_seqlen: a hint.
-    ('cu_seqlens', 'Tensor', REQUIRED, 'segments'),
-    ('cu_trees', 'Tensor', REQUIRED, 'segments'),
-    ('max_seqlen', 'SymInt', 0, 'segments'),
     # Quantising. block: rows that share a scale, or quantize.PER_HEAD or PER_TENSOR.
     ('x', 'Tensor', REQUIRED, 'rows'),
     ('cu_seqlens', 'Tensor?', None, 'rows'),
@@ -196,8 +192,6 @@ OPS = {
     'append_and_attend': Op(('inputs', 'new', 'given', 'set_scales', 'rotary', *_CACHE),
                             ('out', 'lse', 'rotated'),
                             writes=('k', 'v', 'out', 'k_scales', 'v_scales')),
-    'fwd_completions': Op(('inputs', 'segments', 'softmax_scale', 'softcap', 'pack_gqa',
-                           'sm_margin', 'gradients'), ('out', 'lse'), is_composed=True),
     'fwd_quantized': Op(('inputs', 'lengths', 'score', 'execution', 'gradients', 'quantization',
                          'promote'), ('out', 'lse', 'max_logits'), is_composed=True),
     'quantize_fp8': Op(('rows', 'rotation'), ('values', 'scales')),

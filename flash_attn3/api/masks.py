@@ -16,7 +16,8 @@ from flash_attn3.ops import checks, mask_lists
 from flash_attn3.ops.dense_and_varlen import MaskTensors
 from flash_attn3.ops.mask_lists import BLOCK, Layout, Tiles
 from flash_attn3.ops.mask_shapes import (OP, Documents, Lengths, check_ints, check_starts,
-                                         check_trees, described, exactly, in_blocks, saveable)
+                                         completion_intervals, described, exactly, in_blocks,
+                                         saveable)
 
 _mask_lists = torch.ops.flash_attn3.mask_lists.default
 _BLOCKS = 64, 128
@@ -212,24 +213,7 @@ class AttentionMask:
                 from 0 on, never falling.
             seqlen: queries and keys of a sequence.
         """
-        check_ints('completions', 'cu_seqlens', cu_seqlens, (1,))
-        check_starts('completions', 'cu_trees', cu_trees, cu_seqlens.device)
-        if not is_compiling() and checks.reads_contents(cu_seqlens) and not (
-                checks.has_no_data(cu_seqlens)):
-            check_trees(cu_seqlens.tolist(), cu_trees.tolist(), seqlen)
-        begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
-        row = torch.arange(seqlen, dtype=torch.int32, device=cu_seqlens.device)
-        if not (segments := begins.size(0)):
-            return _square(row.new_zeros(seqlen, 1, 2), seqlen)
-        segment = torch.arange(segments, dtype=torch.int32, device=row.device)
-        tree = torch.searchsorted(cu_trees.contiguous(), segment, right=True) - 1
-        prompt = cu_trees[tree.clamp(min=0)].clamp(0, segments - 1)
-        of_prompt = torch.stack([begins[prompt], ends[prompt]], -1)
-        of_prompt = of_prompt.masked_fill((prompt == segment)[:, None], 0)
-        number = torch.searchsorted(ends.contiguous(), row, right=True)
-        own = number.clamp(max=segments - 1)
-        intervals = torch.stack([of_prompt[own], torch.stack([begins[own], row + 1], -1)], 1)
-        return _square(intervals.masked_fill((number == segments)[:, None, None], 0), seqlen)
+        return _square(completion_intervals(cu_seqlens, cu_trees, seqlen), seqlen)
 
     @staticmethod
     def tree(lengths: Sequence[int], parents: Sequence[int], *, causal: bool = True,

@@ -1,8 +1,8 @@
 """Attention on CUDA devices that our kernels do not serve: PyTorch's SDPA, one warning per device.
 
-interface.py and completions.py call it. It has the semantics of the kernels (bottom-right causal,
-empty rows) and PyTorch differentiates it. `reference` computes what SDPA lacks (softcap, sinks,
-LSE, max logits, packed sequences): it stores the scores, and packed sequences wait for the GPU.
+interface.py calls it. It has the semantics of the kernels (bottom-right causal, empty rows) and
+PyTorch differentiates it. `reference` computes what SDPA lacks (softcap, sinks, LSE, max logits,
+packed sequences): it stores the scores, and packed sequences wait for the GPU.
 """
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
 _FUNCTIONS = {'fwd': 'flash_attn_func', 'fwd_general': 'flash_attn_func',
-              'fwd_quantized': 'flash_attn_fp8_func',
-              'fwd_completions': 'flash_attn_completions_func', 'fwd_ring': 'ring_attention',
+              'fwd_quantized': 'flash_attn_fp8_func', 'fwd_ring': 'ring_attention',
               'all_to_all': 'ulysses_attention'}
 
 

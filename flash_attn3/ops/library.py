@@ -21,7 +21,6 @@ not asked for is empty, and so is out if it was given.
 - `combine`: merges results over parts of the keys. In merging.py.
 - `bwd_chosen`: the gradients of keys that each query chooses. In chosen_gradients.py.
 - `mask_lists`: the lists of tiles of an AttentionMask. In mask_lists.py.
-- `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_quantized`: quantises, then attends, with autograd. In
   fp8.py.
 

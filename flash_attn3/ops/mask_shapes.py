@@ -1,5 +1,5 @@
 """Parts of an AttentionMask (api/masks.py) besides its tensors: the lengths that it is made for,
-documents as packed sequences, and checks of what its constructors take.
+documents as packed sequences, completions as intervals, and checks of what its constructors take.
 """
 from __future__ import annotations
 
@@ -103,7 +103,29 @@ def check_starts(method: str, name: str, x: Tensor, device: torch.device,
             f'{x.size(0)} on {x.device}'))
 
 
-def check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
+def completion_intervals(cu_seqlens: Tensor, cu_trees: Tensor, seqlen: int) -> Tensor:
+    """(seqlen, n, 2) int32: what each query sees, by what AttentionMask.completions takes."""
+    check_ints('completions', 'cu_seqlens', cu_seqlens, (1,))
+    check_starts('completions', 'cu_trees', cu_trees, cu_seqlens.device)
+    if not is_compiling() and checks.reads_contents(cu_seqlens) and not (
+            checks.has_no_data(cu_seqlens)):
+        _check_trees(cu_seqlens.tolist(), cu_trees.tolist(), seqlen)
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    row = torch.arange(seqlen, dtype=torch.int32, device=cu_seqlens.device)
+    if not (segments := begins.size(0)):
+        return row.new_zeros(seqlen, 1, 2)
+    segment = torch.arange(segments, dtype=torch.int32, device=row.device)
+    tree = torch.searchsorted(cu_trees.contiguous(), segment, right=True) - 1
+    prompt = cu_trees[tree.clamp(min=0)].clamp(0, segments - 1)
+    of_prompt = torch.stack([begins[prompt], ends[prompt]], -1)
+    of_prompt = of_prompt.masked_fill((prompt == segment)[:, None], 0)
+    number = torch.searchsorted(ends.contiguous(), row, right=True)
+    own = number.clamp(max=segments - 1)
+    intervals = torch.stack([of_prompt[own], torch.stack([begins[own], row + 1], -1)], 1)
+    return intervals.masked_fill((number == segments)[:, None, None], 0)
+
+
+def _check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
     """Checks what completions() is given."""
     segments = len(starts) - 1
     problem = checks.sequences_problem('a sequence', starts, [], seqlen, suffix='')

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +15,13 @@ from hypothesis import given as drawn_from, strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from flash_attn3 import (AttentionMask, arguments, env, flash_attn_completions_func,
-                         flash_attn_func)
-from flash_attn3.api import completions
+from flash_attn3 import AttentionMask, flash_attn_completions_func, flash_attn_func
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
 
 from tests.cpu.drawn import examples
 from tests.support.completion_cases import (Results, Tensors, TreeCase, check_case, check_same,
                                             expected, run)
-from tests.support.fp8_data import E4M3
 from tests.support.lists import ints
 
 # A tree with an empty completion, a prompt of no rows, one alone, no segment, rows of one.
@@ -85,7 +83,7 @@ def test_values_and_gradients(case):
 
 
 @pytest.mark.parametrize('changes', [
-    {}, {'softcap': 2.0}, {'softmax_scale': 0.2}, {'heads': (3, 3)}, {'heads': (6, 1)},
+    {}, {'softmax_scale': 0.2}, {'heads': (3, 3)}, {'heads': (6, 1)},
     {'pack_gqa': True}, {'deterministic': True}, {'max_seqlen': 3}, {'behind': 0},
     {'trees': ((5, 1, 2),)}, {'trees': ((0, 3), (0, 0, 2))}, {'trees': ((2,), (3,))},
     {'trees': ((1, 1, 1, 1),) * 3}, {'trees': ((3, 0, 0),)}], ids=str)
@@ -94,9 +92,8 @@ def test_cases(changes):
 
 
 def test_the_oracle_of_the_gpu_tests_is_that_of_this_file():
-    for case in (CASE, dataclasses.replace(CASE, softcap=2.0)):
-        tensors = case.tensors('cpu')
-        torch.testing.assert_close(expected(case, tensors, torch.float64), dense(case, tensors))
+    tensors = CASE.tensors('cpu')
+    torch.testing.assert_close(expected(CASE, tensors, torch.float64), dense(CASE, tensors))
 
 
 @pytest.mark.parametrize('dtype, head_dim, head_dim_v', [
@@ -131,19 +128,37 @@ def test_as_behind_copies_of_the_prompt():
 
 def test_a_warning_names_the_mask_that_replaces_it():
     """The same numbers."""
-    case = dataclasses.replace(CASE, softcap=1.5)
-    tensors = case.tensors('cpu')
-    mask = AttentionMask.completions(*tensors.lists, case.rows)
+    tensors = CASE.tensors('cpu')
+    mask = AttentionMask.completions(*tensors.lists, CASE.rows)
     with pytest.warns(DeprecationWarning, match=r'mask=AttentionMask.completions\(') as caught:
-        got = run(case, tensors)
+        got = run(CASE, tensors)
     assert caught[0].filename.endswith('completion_cases.py')
 
-    def masked(*given, softcap, **_):
-        q, k, v = (x[None] for x in given[:3])
-        results = flash_attn_func(q, k, v, softcap=softcap, mask=mask, return_attn_probs=True)
+    def masked(*given, **_):
+        results = flash_attn_func(*(x[None] for x in given[:3]), mask=mask, return_attn_probs=True)
         return [x[0] for x in results]
 
-    torch.testing.assert_close(run(case, tensors, masked), got)
+    torch.testing.assert_close(run(CASE, tensors, masked), got)
+
+
+def test_softcap():
+    """On the CPU with gradients."""
+    check_dense(dataclasses.replace(CASE, softcap=2.0))
+
+
+def test_softcap_has_no_gradients_on_a_gpu(monkeypatch):
+    """An error before the lists are looked at; without gradients the lists are next."""
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
+    q, k, v = (x.as_subclass(_OnGpu) for x in CASE.tensors('cpu')[:3])
+    text = (f'{HINT}no softcap for gradients on a GPU, got 2.0; hint: flash_attn_varlen_func on '
+            "the prompt, and on each completion with a copy of the prompt's keys and values")
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+        with pytest.raises(NotImplementedError, match=re.escape(text)):
+            flash_attn_completions_func(q, k, v, None, None, softcap=2.0)
+        with torch.no_grad(), pytest.raises(RuntimeError, match='cu_seqlens to be int32'):
+            flash_attn_completions_func(q, k, v, None, None, softcap=2.0)
+        leaf.requires_grad_(False)
 
 
 def test_gradcheck():
@@ -210,22 +225,6 @@ def test_one_output_alone():
     torch.testing.assert_close([a + b for a, b in zip(of_out, of_lse)], list(wanted))
 
 
-@pytest.mark.parametrize('deterministic', [False, True])
-def test_determinism_reaches_both_calls(deterministic, monkeypatch):
-    """By the argument, and by PyTorch's setting at the forward."""
-    index = arguments.names(*arguments.OPS['bwd'].takes).index('deterministic')
-    asked, bwd = [], completions._bwd
-    monkeypatch.setattr(completions, '_bwd', lambda *x: asked.append(x[index]) or bwd(*x))
-    tensors = CASE.tensors('cpu')
-    run(CASE, tensors, deterministic=deterministic)
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        run(CASE, tensors)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert asked == [deterministic] * 4
-
-
 def test_autocast_changes_no_bit():
     for dtype in ('bf16', 'fp32'):
         case = dataclasses.replace(CASE, dtype=dtype)
@@ -233,6 +232,13 @@ def test_autocast_changes_no_bit():
         with torch.autocast('cpu', torch.bfloat16):
             got = run(case, tensors)
         check_same(got, run(case, tensors))
+
+
+def test_compiled():
+    """Forward and backward, as one graph."""
+    compiled = torch.compile(flash_attn_completions_func, fullgraph=True, backend='aot_eager')
+    tensors = CASE.tensors('cpu')
+    torch.testing.assert_close(run(CASE, tensors, compiled), run(CASE, tensors))
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -243,32 +249,30 @@ def good(**changes) -> dict:
 
 
 SMALL = good()
-OWN = 'flash_attn3.flash_attn_completions_func: expected '
+OWN = 'flash_attn3.AttentionMask.completions: expected '
+HINT = 'flash_attn3.flash_attn_completions_func: expected '
 FWD = 'flash_attn3.flash_attn_varlen_func: expected '
-LIST = 'to be a contiguous int32 tensor of one dimension, with a number or more, on the device of q'
+LIST = 'to be int32 of 1 dimensions'
 BAD = {
-    'list': (dict(cu_trees=[0, 3]), f'{OWN}cu_trees {LIST}, cpu, got [0, 3]'),
-    'no list': (dict(cu_seqlens=None), f'{OWN}cu_seqlens {LIST}, cpu, got None'),
+    'list': (dict(cu_trees=[0, 3]), f'{OWN}cu_trees {LIST}, got [0, 3]'),
+    'no list': (dict(cu_seqlens=None), f'{OWN}cu_seqlens {LIST}, got None'),
     'int64': (dict(cu_seqlens=SMALL['cu_seqlens'].long()), f'{OWN}cu_seqlens {LIST}'),
     'dimensions': (dict(cu_trees=SMALL['cu_trees'][None]), f'{OWN}cu_trees {LIST}'),
     'empty list': (dict(cu_trees=ints([])), f'{OWN}cu_trees {LIST}'),
-    'strides': (dict(cu_seqlens=SMALL['cu_seqlens'].repeat_interleave(2)[::2]),
-                f'{OWN}cu_seqlens {LIST}'),
-    'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{OWN}cu_trees {LIST}, cpu, got (6,)'),
-    'rows of k': (dict(k=SMALL['k'][1:], v=SMALL['v'][1:]),
-                  f'{OWN}k and v to have as many rows as q, 20, got 19'),
+    'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{OWN}cu_trees on cpu, got 6 on meta'),
+    'rows of k': (dict(k=SMALL['k'][3:], v=SMALL['v'][3:]),
+                  f'{FWD}cu_seqlens_k[1], the end of sequence 0, to be from 0, its start, to 17'),
     'rows of v': (dict(v=SMALL['v'][1:]), f'{FWD}v'),
     'rank': (dict(q=SMALL['q'][None]), f'{FWD}q to have the shape'),
     'heads': (dict(q=SMALL['q'][:, :3]), f'{FWD}the heads of q'),
     'dtype': (dict(v=SMALL['v'].float()), f'{FWD}v.dtype to be that of q'),
-    'FP8': ({name: SMALL[name].to(E4M3) for name in 'qkv'}, f'{FWD}q.dtype to be'),
     'first start': (dict(cu_seqlens=SMALL['cu_seqlens'] + 1), f'{OWN}cu_seqlens[0] to be 0, got 1'),
     'rows': (dict(cu_seqlens=SMALL['cu_seqlens'] * 2),
              f'{OWN}cu_seqlens[6], the end of sequence 5, to be from 18, its start, to 20, the '
-             'rows of q, got 22'),
+             'rows of a sequence, got 22'),
     'falling': (dict(cu_seqlens=ints([0, 4, 3] + [5] * 9)),
                 f'{OWN}cu_seqlens[2], the end of sequence 1, to be from 4, its start, to 20, the '
-                'rows of q, got 3'),
+                'rows of a sequence, got 3'),
     'first tree': (dict(cu_trees=ints([1, 11])), f'{OWN}cu_trees[0] to be 0, got 1'),
     'falling trees': (dict(cu_trees=ints([0, 4, 2, 11])),
                       f'{OWN}cu_trees[2], the end of tree 1, to be from 4, its prompt, to 11, the '
@@ -279,18 +283,17 @@ BAD = {
     'softcap': (dict(softcap=-1.0), f'{FWD}softcap'),
     'scale': (dict(softmax_scale=0.0), f'{FWD}softmax_scale'),
     'margin': (dict(sm_margin=-1), f'{FWD}sm_margin'),
-    'hint': (dict(max_seqlen=-1), f'{OWN}max_seqlen to be an int of 0 or more, got -1'),
+    'hint': (dict(max_seqlen=-1), f'{HINT}max_seqlen to be an int of 0 or more, got -1'),
 }
 
 
 @pytest.mark.parametrize('requires_grad', [False, True])
 @pytest.mark.parametrize('name', BAD)
-def test_errors_before_any_work(name, requires_grad, monkeypatch):
+def test_errors(name, requires_grad):
     changes, text = BAD[name]
     given = good(**changes)
     if requires_grad:
         given['q'] = given['q'].detach().requires_grad_()
-    monkeypatch.setattr(completions, '_onto_prompts', None)
     with pytest.raises(RuntimeError, match=re.escape(text)):
         flash_attn_completions_func(**given)
 
@@ -307,42 +310,21 @@ class _OnGpu(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_contents_on_a_gpu_where_asked_for(monkeypatch):
-    """As if q were on one, with ops that read no contents."""
-    given = good(cu_trees=ints([0, 4, 2, 11]))
-    given['q'] = given['q'].as_subclass(_OnGpu)
-    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
-    monkeypatch.setattr(completions, '_attend', lambda q, *_: (q, q[..., 0].T, None))
-    monkeypatch.setattr(completions.merging, 'merge_states', lambda outs, lses: (outs[0], lses[0]))
-    assert flash_attn_completions_func(**given).shape == given['q'].shape
-    monkeypatch.setattr(env, 'CHECK_CONTENTS', True)
-    with pytest.raises(RuntimeError, match=re.escape('cu_trees[2], the end of tree 1')):
-        flash_attn_completions_func(**given)
-
-
-@pytest.mark.parametrize('trees', [[-5, 90, 3], [2 ** 31 - 1, -2 ** 31], [7, 0, 99, 1]], ids=str)
-def test_unchecked_lists_index_nothing_outside(trees):
-    """What a GPU would do with them: an index out of range ends the process."""
-    lists = ints([0, 3, 5, 9]), ints(trees)
-    call = completions._onto_prompts(completions.Completions(*lists))
-    assert all(x.numel() >= len(trees) for x in call[:4])
-
-
 # ------------------------------------------------------------------------------- other CUDA devices
 def test_on_a_gpu_that_is_not_served(monkeypatch):
     """Plain PyTorch with a warning: results, gradients, errors."""
     monkeypatch.setattr(fallback, '_warned_devices', set())
     monkeypatch.setattr(library, 'kernels_serve', lambda device: False)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    monkeypatch.setattr(torch.cuda, 'current_stream', mock.MagicMock())
 
     def elsewhere(q, *others, **options):
         return flash_attn_completions_func(q.as_subclass(_OnGpu), *others, **options)
 
     tensors = dataclasses.replace(CASE, behind=0).tensors('cpu')
     wanted = run(CASE, tensors)
-    with pytest.warns(UserWarning, match='completions_func: expected a Hopper GPU') as caught:
+    with pytest.warns(UserWarning, match='varlen_func: expected a Hopper GPU'):
         got = run(CASE, tensors, elsewhere)
-    assert caught[0].filename == __file__
     torch.testing.assert_close(Results(*(x.as_subclass(Tensor) for x in got)), wanted)
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
