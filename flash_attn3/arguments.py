@@ -193,7 +193,7 @@ OPS = {
                             ('out', 'lse', 'rotated'),
                             writes=('k', 'v', 'out', 'k_scales', 'v_scales')),
     'fwd_quantized': Op(('inputs', 'lengths', 'score', 'execution', 'gradients', 'quantization',
-                         'promote'), ('out', 'lse', 'max_logits'), is_composed=True),
+                         'promote', 'mask'), ('out', 'lse', 'max_logits'), is_composed=True),
     'quantize_fp8': Op(('rows', 'rotation'), ('values', 'scales')),
     # q and k are rotated alike, v is not.
     'quantize_qkv_fp8': Op(('inputs', 'cu_seqlens_q', 'seqused_q', 'cu_seqlens_k', 'seqused_k',

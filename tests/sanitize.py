@@ -182,7 +182,7 @@ def with_lists(case: MaskCase, device: str,
     tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0,
                      has_gradients(case) and not is_fp8, is_fp8)
     return tensors, general, given.mask.tensors_of('attend', tensors[:2], lengths, tiles,
-                                                   lambda: None)
+                                                   lambda: None, is_fp8)
 
 
 def kernels_of_mask(case: MaskCase) -> set[str]:

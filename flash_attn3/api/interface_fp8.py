@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3.ops import checks, derivatives, dtensors, fp8, invariance, library
+from flash_attn3.ops import checks, derivatives, dtensors, fp8, invariance, library, masked
 from flash_attn3.ops.autograd import quantized_attention
 from flash_attn3.ops.fp8 import Quantization
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
+from flash_attn3.ops.splits import Call
 from flash_attn3.api.interface import asked_for
+from flash_attn3.api.masks import AttentionMask
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
@@ -93,7 +95,8 @@ def flash_attn_fp8_func(
         sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast',
-        fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
+        fp8_backward: str = 'given',
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` in FP8: quantises q, k and v, then attends.
 
     The gradients are computed in the dtype of q, from the given q, k and v and from the out and lse
@@ -108,6 +111,7 @@ def flash_attn_fp8_func(
         fp8_backward: 'given' (default), or 'rounded': gradients at the rounded q, k and v, from
             which out and lse were computed. Slower; large scores need it: docs/fp8.md.
         return_max_logits: as in `flash_attn_func`, on the CPU only.
+        mask: as in `flash_attn_func`; on a GPU without softcap and fp8_accum='promote'.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
             sm_margin, return_attn_probs, s_aux: as in `flash_attn_func`.
 
@@ -124,7 +128,7 @@ def flash_attn_fp8_func(
         dict(s_aux=s_aux, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
              attention_chunk=attention_chunk, softcap=softcap),
         Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic),
-        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs)
+        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs, mask)
 
 
 def flash_attn_varlen_fp8_func(
@@ -136,13 +140,14 @@ def flash_attn_varlen_fp8_func(
         sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast',
-        fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
+        fp8_backward: str = 'given',
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` in FP8, as `flash_attn_fp8_func` computes.
 
     Each sequence begins a new block, with its own scales.
 
     Args:
-        rotate, block_scales, seed, fp8_accum, fp8_backward: as in `flash_attn_fp8_func`.
+        rotate, block_scales, seed, fp8_accum, fp8_backward, mask: as in `flash_attn_fp8_func`.
         all others: as in `flash_attn_varlen_func`; q, k and v are bfloat16 or float16.
 
     Returns:
@@ -159,12 +164,12 @@ def flash_attn_varlen_fp8_func(
         dict(s_aux=s_aux, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
              attention_chunk=attention_chunk, softcap=softcap),
         Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic),
-        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs)
+        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs, mask)
 
 
 def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, score: dict,
-               execution: Execution, quantization: tuple,
-               return_lse: bool) -> Tensor | tuple[Tensor, ...]:
+               execution: Execution, quantization: tuple, return_lse: bool,
+               mask: AttentionMask | None) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns.
 
     tensors: q, k and v. lengths, score: the arguments of `general_of`. quantization: rotate to
@@ -183,6 +188,9 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, 
     invariance.reject(op, 'quantising')
     fp8.reject_missing(op, q, execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
+    if mask is not None:
+        call = Call(op, (*tensors, None), general, execution, None, mask)
+        arguments = *arguments, *masked.quantized(call, quantization.promote)
     if is_compiling() or derivatives.is_forward_mode():
         results = _fwd_quantized(*arguments)
     elif checks.needs_grad(*tensors, score['s_aux']):

@@ -371,12 +371,14 @@ class AttentionMask:
         return *lists, documents.causal
 
     def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor], lengths: tuple,
-                   tiles: Tiles | None, check: Callable[[], None]) -> MaskTensors:
+                   tiles: Tiles | None, check: Callable[[], None],
+                   is_fp8: bool = False) -> MaskTensors:
         """What the ops `attend` and `bwd` take for a call on q and k.
 
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed sequences, or
         (). tiles: of the kernels that read lists (mask_lists.tiles_of); None: the plain path.
-        check: refuses a wrong call; called before the mask is compared with it.
+        check: refuses a wrong call; called before the mask is compared with it. is_fp8: of the
+        forward's kernels, which have no tiles for blocks of 64.
 
         Raises:
             RuntimeError: the mask was made for other sizes, or has wrong values, where those are
@@ -385,7 +387,7 @@ class AttentionMask:
         q, k = tensors
         layout, batch, heads = _sizes_of(q, k, lengths)
         is_dense = layout.cu_seqlens_q is None and layout.queries > BLOCK
-        if self._is_fine and tiles is not None and is_dense and q.itemsize > 1:
+        if self._is_fine and tiles is not None and is_dense and not is_fp8:
             tiles = tiles.of_blocks()
         key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))

@@ -204,9 +204,9 @@ class SplitAttention(torch.autograd.Function):
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
 # A straight-through estimator: `bwd` computes the gradients at the given or the rounded q, k and v.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    count = len(inputs) - len(fp8.Quantization._fields)
-    ctx.quantization = fp8.Quantization(*inputs[count:])
-    _setup_general_context(ctx, inputs[:count], output)
+    q, k, v, *others = inputs
+    own, execution, ctx.quantization, mask = fp8.split(tuple(others))
+    _setup_general_context(ctx, (q, k, v, *own, *execution, *mask), output)
 
 
 def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:

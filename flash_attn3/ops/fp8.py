@@ -145,6 +145,15 @@ def eight_bit_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Ten
     return EightBit(*descales, out_dtype == torch.float16, promote)
 
 
+def check_quantizable(op: str, q: Tensor) -> None:
+    """Raises RuntimeError for a q that attention does not quantise."""
+    if q.dtype not in WIDE_DTYPES:
+        raise RuntimeError(checks.error(op, 'q.dtype to be float16 or bfloat16',
+                                        checks.dtype_name(q.dtype)))
+    if q.dim() > 1 and q.size(-2) == 0:
+        raise RuntimeError(checks.error(op, 'at least one head of q to quantise', '0'))
+
+
 def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
     """Raises NotImplementedError for what only the CPU path supports."""
     if not q.is_cuda:
@@ -254,10 +263,12 @@ def split_attend(arguments: tuple) -> tuple[General, Execution, EightBit, MaskTe
             EightBit(*arguments[end:of_mask]), MaskTensors(*arguments[of_mask:]))
 
 
-def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
+def split(arguments: tuple) -> tuple[General, Execution, Quantization, MaskTensors]:
     """What follows q, k and v in `fwd_quantized`; trailing defaults may be missing."""
     end = len(General._fields) + len(Execution._fields)
-    return *dense_and_varlen.split(arguments[:end])[:2], Quantization(*arguments[end:])
+    of_mask = end + len(Quantization._fields)
+    return (*dense_and_varlen.split(arguments[:end])[:2], Quantization(*arguments[end:of_mask]),
+            MaskTensors(*arguments[of_mask:]))
 
 
 def quantize_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
@@ -276,13 +287,8 @@ def blocks_of(quantization: Quantization) -> tuple[int, int]:
 def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
                       *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises q, k and v, and attends. Takes the arguments of the op `fwd_quantized`."""
-    own, execution, quantization = split(arguments)
-    op = dense_and_varlen.function_of(own).replace('_func', '_fp8_func')
-    if q.dtype not in WIDE_DTYPES:
-        raise RuntimeError(checks.error(op, 'q.dtype to be float16 or bfloat16',
-                                        checks.dtype_name(q.dtype)))
-    if q.dim() > 1 and q.size(-2) == 0:
-        raise RuntimeError(checks.error(op, 'at least one head of q to quantise', '0'))
+    own, execution, quantization, mask = split(arguments)
+    check_quantizable(dense_and_varlen.function_of(own).replace('_func', '_fp8_func'), q)
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if checks.reads_contents(q):
@@ -290,7 +296,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
     return _attend(*values, None, *own, *execution[:-1], *scales, q.dtype == torch.float16,
-                   quantization.promote)
+                   quantization.promote, *mask)
 
 
 # ------------------------------------------------------------------------------------------ fakes
@@ -329,7 +335,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
 
 def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
                     *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    own, execution, _ = split(arguments)
+    own, execution, *_ = split(arguments)
     return dense_and_varlen.forward_fake(q, k, v, *own, *execution)
 
 

@@ -61,12 +61,30 @@ def _is_served(q: Tensor) -> bool:
     return not q.is_cuda or library.kernels_serve(q.device)
 
 
-def tiles_of(q: Tensor, v: Tensor, general: General, with_gradients: bool) -> Tiles | None:
-    """Tiles of the kernels that read lists in a call; None: the plain path, which reads none."""
+def tiles_of(q: Tensor, v: Tensor, general: General, with_gradients: bool,
+             is_fp8: bool = False) -> Tiles | None:
+    """Tiles of the kernels that read lists in a call; None: the plain path, which reads none.
+    is_fp8: the forward is, and the gradients are of 16 bits.
+    """
     if not q.is_cuda or not _is_served(q):
         return None
-    return Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), with_gradients,
-                    is_fp8=q.itemsize == 1)
+    return Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), with_gradients, is_fp8)
+
+
+def _tensors_of(call: Call, with_gradients: bool, is_fp8: bool) -> MaskTensors:
+    """The mask of a call as its ops take it."""
+    q, k, v, _ = call.tensors
+    general = call.general
+    lengths = ((*general[:2], general.max_seqlen_q, general.max_seqlen_k) if rank_of(general) == 3
+               else ())
+    return call.mask.tensors_of(call.op, (q, k), lengths,
+                                tiles_of(q, v, general, with_gradients, is_fp8),
+                                lambda: _check(call), is_fp8)
+
+
+def _has_other_rank(call: Call) -> bool:
+    """Whether sizes of q, k or v cannot be compared with a mask."""
+    return any(x.dim() != rank_of(call.general) for x in call.tensors[:3])
 
 
 def _check(call: Call) -> None:
@@ -134,23 +152,20 @@ def by_batch(results: tuple[Tensor, Tensor | None, Tensor | None],
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, max_logits) of a call with a mask that refuse() has seen."""
-    q, k, v, out = tensors = call.tensors
+    q, k, v, out = call.tensors
     general, execution = call.general, call.execution
     eight_bit, is_served = call.eight_bit, _is_served(q)
-    needs_grad = eight_bit is None and call.needs_grad()
-    rank = rank_of(general)
-    if eight_bit is not None:
+    is_fp8 = eight_bit is not None
+    needs_grad = not is_fp8 and call.needs_grad()
+    if is_fp8:
         fp8.reject_missing(call.op, q, execution.return_max_logits)
-    if needs_grad or not is_served or any(x.dim() != rank for x in tensors[:3]):
+    if needs_grad or not is_served or _has_other_rank(call):
         _check(call)    # else the op does, and a mask before it is compared with a call
-    lengths = (*general[:2], general.max_seqlen_q, general.max_seqlen_k) if rank == 3 else ()
     if needs_grad and q.is_cuda and is_served:
         if text := gradient_text(call.op, general.softcap):
             raise NotImplementedError(text)
-    given = call.mask.tensors_of(call.op, (q, k), lengths, tiles_of(q, v, general, needs_grad),
-                                 lambda: _check(call))
+    given = _tensors_of(call, needs_grad, is_fp8)
     if is_served:
-        is_fp8 = eight_bit is not None
         if is_compiling() and out is None and not is_fp8:
             return _fwd_traced(q, k, v, *general, *execution, *given)
         if not is_compiling():
@@ -168,3 +183,19 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
                                                    given)
     return (result if out is None else out.copy_(result), lse,
             None if row_max is None else row_max.detach())
+
+
+def quantized(call: Call, promote: bool) -> MaskTensors:
+    """The mask of a call that quantises q, k and v first, as the op `fwd_quantized` takes it.
+    promote: as in `EightBit`.
+    """
+    refuse(call, 1)
+    q, *_ = call.tensors
+    fp8.check_quantizable(call.op, q)
+    if q.is_cuda and (call.general.softcap or promote):
+        raise RuntimeError(checks.error(
+            call.op, "no softcap or fp8_accum of 'promote' with mask on a GPU",
+            f'softcap {call.general.softcap}' if call.general.softcap else "'promote'"))
+    if call.needs_grad() or _has_other_rank(call):
+        _check(call)
+    return _tensors_of(call, call.needs_grad(), is_fp8=True)

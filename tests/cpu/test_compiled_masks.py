@@ -107,8 +107,8 @@ def test_lists_are_made_once(head_dim, count, monkeypatch):
     """
     made = []
     key_lists = mask_lists.key_lists
-    monkeypatch.setattr(masked, 'tiles_of', lambda q, v, general, with_gradients: Tiles.of(
-        q.size(-1), False, with_gradients))
+    monkeypatch.setattr(masked, 'tiles_of', lambda q, v, general, *options: Tiles.of(
+        q.size(-1), False, *options))
     monkeypatch.setattr(mask_lists, 'key_lists', lambda *given: made.append(1) or key_lists(*given))
     q = torch.randn(1, 200, 2, head_dim, requires_grad=True)
     compiled = torch.compile(three_layers, backend='aot_eager', fullgraph=True)

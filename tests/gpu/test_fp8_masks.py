@@ -1,18 +1,19 @@
-"""mask= on float8_e4m3fn, held to the bar of tests/support/fp8_data.py. Keys that no query sees,
-and on a GPU values whose tile no query sees, hold NaN.
+"""mask= on float8_e4m3fn, held to the bar of tests/support/fp8_data.py, and of the functions that
+quantise. Keys that no query sees, and on a GPU values whose tile no query sees, hold NaN.
 """
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flash_attn3 import AttentionMask, flash_attn_func
+from flash_attn3 import AttentionMask, flash_attn_fp8_func, flash_attn_func
 
 from tests.gpu.common import check_same, spoil_allocator
 from tests.support.fp8_data import E4M3
 from tests.support.lists import ints
 from tests.support.mask_cases import INTERVALS, Blocks, MaskCase
-from tests.support.mask_cases_fp8 import check_case, run
+from tests.support.mask_cases_fp8 import (check_case, check_in_one_call, check_straight_through,
+                                          run)
 
 HEAD_DIMS = {64: {}, 128: {}, 256: {}, 80: {}, 192: dict(head_dim_v=128)}
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)
@@ -64,7 +65,26 @@ def test_documents(head_dim, device):
         row = torch.arange(300, device=device)
         own = (row[:, None] >= 120) == (row >= 120)
         return AttentionMask.documents(cu, 300), [own & (row <= row[:, None])] * 2
-    check_case(case_of(head_dim), device, maker=shown)
+    for check in (check_case, check_in_one_call):
+        check(case_of(head_dim), device, maker=shown)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('head_dim, shape', [
+    *((128, shape) for shape in SHAPES), *((head_dim, 'square') for head_dim in (64, 256, 192))])
+def test_in_one_call(shape, head_dim, device):
+    for granularity, options in (('block', dict(intervals='two', dtype='fp16')), (
+            'head', dict(blocks=BLOCKS['few'])), ('block', dict(blocks=BLOCKS['64']))):
+        check_in_one_call(case_of(head_dim, **options | SHAPES[shape]), device, granularity)
+
+
+@pytest.mark.parametrize('fp8_backward', ['given', 'rounded'])
+@pytest.mark.parametrize('head_dim', [64, 128, 256])
+def test_straight_through(head_dim, fp8_backward, device):
+    for options in (dict(intervals='prefix', s_aux=True), dict(blocks=BLOCKS['64']),
+                    dict(intervals='tree', blocks=BLOCKS['128']),
+                    dict(intervals='documents', **PACKED)):
+        check_straight_through(case_of(head_dim, **options), device, fp8_backward)
 
 
 def test_the_same_bits_each_time(cuda):
@@ -88,6 +108,9 @@ def test_gradients_are_refused(device):
     (dict(fp8_accum='promote'), 'with float8_e4m3fn and mask on a GPU'),
     (dict(return_max_logits=True), 'no return_max_logits with q of float8_e4m3fn on a GPU')])
 def test_what_kernels_do_not_have(changes, text, cuda):
-    q, k, v = torch.randn(3, 1, 130, 2, 64, device=cuda).to(E4M3)
+    tensors = torch.randn(3, 1, 130, 2, 64, device=cuda)
+    mask = AttentionMask.prefix_lm(ints([30], cuda), 130)
     with pytest.raises((RuntimeError, NotImplementedError), match=text):
-        flash_attn_func(q, k, v, mask=AttentionMask.prefix_lm(ints([30], cuda), 130), **changes)
+        flash_attn_func(*tensors.to(E4M3), mask=mask, **changes)
+    with pytest.raises((RuntimeError, NotImplementedError), match='flash_attn_fp8_func: expected'):
+        flash_attn_fp8_func(*tensors.bfloat16(), mask=mask, **changes)
