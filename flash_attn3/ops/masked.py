@@ -25,7 +25,7 @@ _fwd_traced = torch.ops.flash_attn3.fwd_general.default
 
 def problem_text(call: Call, num_splits: int) -> str:
     """Why the arguments of a call do not go together with its mask, or ''."""
-    general, execution = call.general, call.execution
+    general = call.general
     if text := splits.problem_text(call.op, num_splits):
         return text
     if not hasattr(call.mask, 'tensors_of'):
@@ -33,14 +33,13 @@ def problem_text(call: Call, num_splits: int) -> str:
     asked = {'causal': general.causal, 'attention_chunk': general.attention_chunk != 0,
              'window_size': (general.window_left, general.window_right) != (-1, -1),
              'seqused_q': general.seqused_q is not None,
-             'seqused_k': general.seqused_k is not None, 'num_splits': num_splits > 1,
-             'split_size': execution.split_size != 0}
+             'seqused_k': general.seqused_k is not None}
     for name, is_asked in asked.items():
         if is_asked:
             return checks.error(call.op, f'no {name} with mask', name,
-                                'the mask says all that a query sees' if name != 'split_size'
-                                and name != 'num_splits' else '')
-    return ''
+                                'the mask says all that a query sees')
+    name = splits.asked_for_parts(call, num_splits)
+    return name and checks.error(call.op, f'no {name} with mask', name)
 
 
 def gradient_text(op: str, softcap: float) -> str:

@@ -77,6 +77,13 @@ def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
     return ''
 
 
+def asked_for_parts(call: Call, num_splits: int) -> str:
+    """The name of the argument that asks for parts of the keys, or ''."""
+    if call.execution.split_size != 0:
+        return 'split_size'
+    return 'num_splits' if num_splits > 1 else ''
+
+
 def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
     q, *_ = call.tensors
     size = call.execution.split_size
