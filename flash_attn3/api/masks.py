@@ -386,7 +386,7 @@ class AttentionMask:
         """
         q, k = tensors
         layout, batch, heads = _sizes_of(q, k, lengths)
-        is_dense = layout.cu_seqlens_q is None and layout.queries > BLOCK
+        is_dense = not layout.is_packed and layout.queries > BLOCK
         if self._is_fine and tiles is not None and is_dense and not is_fp8:
             tiles = tiles.of_blocks()
         key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
@@ -407,7 +407,7 @@ class AttentionMask:
         """
         if is_compiling():
             # Looking up makes a graph of its own for each size, which an empty dict does not need.
-            kept = self._kept.get(key) if self._kept and layout.cu_seqlens_q is None else None
+            kept = self._kept.get(key) if self._kept and not layout.is_packed else None
             return make() if kept is None else kept.tensors
         is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if (kept := self._kept.get(key)) is not None:
@@ -450,7 +450,7 @@ class AttentionMask:
         given = [x for x in (self._intervals, self._blocks, self._cu_seqlens) if x is not None]
         if any(x.device != q.device for x in given):
             return f'mask on the device of q, {q.device}', str(given[0].device)
-        is_packed = layout.cu_seqlens_q is not None
+        is_packed = layout.is_packed
         if self._intervals is not None and is_packed != (self._cu_seqlens is not None):
             return (f'mask of {"packed" if is_packed else "dense"} sequences, made '
                     f'{"with" if is_packed else "without"} cu_seqlens', repr(self))
@@ -482,7 +482,7 @@ class AttentionMask:
         if self._intervals is not None and self._intervals.size(0) != layout.queries:
             return (f'mask for total_q of {layout.queries}, the rows of q',
                     f'one for {self._intervals.size(0)}')
-        if self._cu_seqlens is not None and self._cu_seqlens.shape != layout.cu_seqlens_q.shape:
+        if self._cu_seqlens is not None and self._cu_seqlens.shape != layout.starts_q.shape:
             return (f'mask for {layout.batch} sequences, those of cu_seqlens_q',
                     f'one for {self._cu_seqlens.size(0) - 1}')
         return None
@@ -490,9 +490,8 @@ class AttentionMask:
     def _value_problem(self, layout: Layout) -> tuple[str, str] | None:
         """Like _problem(), for the values in the mask's tensors. Waits for the GPU."""
         most: int | Tensor = layout.keys
-        if layout.cu_seqlens_q is not None:
-            if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens,
-                                                                layout.cu_seqlens_q):
+        if layout.is_packed:
+            if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens, layout.starts_q):
                 return 'mask with the cu_seqlens of the call, cu_seqlens_q', 'other values'
             longest = [int(x.diff().max()) if layout.batch else 0 for x in layout[2:4]]
             if longest[1] > layout.keys:
@@ -502,7 +501,7 @@ class AttentionMask:
                 if made_for.high is not None and length > made_for.high:
                     return (f'mask for a longest seqlen_{name} of {length}',
                             f'one for {made_for.high}')
-            most = layout.keys_of(layout.rows(layout.cu_seqlens_q.device))[:, None]
+            most = layout.keys_of(layout.rows(layout.starts_q.device))[:, None]
         return None if self._intervals is None else _interval_problem(self._intervals, most, layout)
 
 
@@ -521,8 +520,8 @@ def _interval_problem(intervals: Tensor, most: int | Tensor,
     """As _problem(). most: the number of keys; packed: (total_q, 1), for each query."""
     begin, end = intervals.unbind(-1)
     is_wrong = (begin < 0) | (end < begin) | (end > most)
-    if layout.cu_seqlens_q is not None:
-        is_wrong[layout.cu_seqlens_q[-1]:] = False    # queries after the last sequence
+    if layout.is_packed:
+        is_wrong[layout.starts_q[-1]:] = False    # queries after the last sequence
     if not is_wrong.any():
         return None
     place = tuple(is_wrong.nonzero()[0].tolist())

@@ -48,31 +48,35 @@ _ENTRY_BITS = 4
 class Layout(NamedTuple):
     """Where queries and keys lie.
 
-    queries: seqlen_q; packed: total_q. keys: seqlen_k; packed: a bound of the longest. cu_seqlens:
-    of packed sequences, else None.
+    queries: seqlen_q; packed: total_q. keys: seqlen_k; packed: a bound of the longest. starts:
+    cu_seqlens of packed sequences, else None.
     """
     queries: int
     keys: int
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    starts_q: Tensor | None = None
+    starts_k: Tensor | None = None
     all_keys: int = 0    # packed: total_k
+
+    @property
+    def is_packed(self) -> bool:
+        return self.starts_q is not None
 
     @property
     def batch(self) -> int:
         """The number of packed sequences."""
-        return self.cu_seqlens_q.size(0) - 1
+        return self.starts_q.size(0) - 1
 
     def sequence_of(self, rows: Tensor) -> Tensor:
         """The sequence of each packed query. Unspecified for queries after the last sequence."""
-        ends = self.cu_seqlens_q[1:].contiguous()
+        ends = self.starts_q[1:].contiguous()
         return torch.searchsorted(ends, rows, right=True).clamp(max=self.batch - 1)
 
     def keys_of(self, rows: Tensor) -> Tensor:
         """How many keys the sequence of each packed query has; 0 for those after the last."""
         if self.batch == 0:
             return torch.zeros_like(rows)
-        counts = (self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]).clamp(0, self.keys)
-        return torch.where(rows < self.cu_seqlens_q[-1], counts[self.sequence_of(rows)], 0)
+        counts = (self.starts_k[1:] - self.starts_k[:-1]).clamp(0, self.keys)
+        return torch.where(rows < self.starts_q[-1], counts[self.sequence_of(rows)], 0)
 
     def rows(self, device: torch.device) -> Tensor:
         return torch.arange(self.queries, dtype=torch.int32, device=device)
@@ -81,12 +85,12 @@ class Layout(NamedTuple):
         """How many lists of K tiles a head has, of so many queries. Some between packed sequences
         have no queries; the last is for rows after them.
         """
-        if self.cu_seqlens_q is None:
+        if not self.is_packed:
             return ceil_div(self.queries, rows)
         return self.queries // QUERIES + self.batch + 1
 
     def query_lists(self) -> int:
-        if self.cu_seqlens_q is None:
+        if not self.is_packed:
             return ceil_div(self.keys, KEYS)
         return self.all_keys // KEYS + self.batch + 1
 
@@ -127,8 +131,7 @@ def clean_rows(intervals: Tensor, layout: Layout) -> Tensor:
     are.
     """
     rows = layout.rows(intervals.device)
-    most = (torch.full_like(rows, layout.keys) if layout.cu_seqlens_q is None
-            else layout.keys_of(rows))
+    most = layout.keys_of(rows) if layout.is_packed else torch.full_like(rows, layout.keys)
     given = torch.minimum(intervals.clamp(min=0), most[:, None, None])
     begin, end = F.pad(given, (0, 0, 0, 2 - given.size(-2))).unbind(-1)
     is_empty = begin >= end
@@ -142,7 +145,7 @@ def clean_rows(intervals: Tensor, layout: Layout) -> Tensor:
 
 def expanded_blocks(blocks: Tensor, layout: Layout, heads: int) -> Tensor:
     """The blocks of a mask as the op `attend` takes them; heads: those of q."""
-    if layout.cu_seqlens_q is not None:
+    if layout.is_packed:
         blocks = blocks.expand(layout.batch, -1, -1, -1)
     if blocks.size(1) > 1:
         blocks = blocks.repeat_interleave(heads // blocks.size(1), 1)
@@ -161,7 +164,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(rows: Tensor | None, blocks: Tensor | None, layout: Layout) -> Iterator[_Sequence]:
-    if layout.cu_seqlens_q is None:
+    if not layout.is_packed:
         yield _Sequence(visible_keys.visible(rows, blocks, layout.queries, layout.keys), blocks)
         return
     starts_q, starts_k = (x.tolist() for x in layout[2:4])
@@ -224,7 +227,7 @@ def _no_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, lists:
               width: int) -> Tensor:
     """(batch or 1, heads_q or 1, lists, width) zeros; packed: 1 instead of a batch."""
     given = [x for x in (rows, blocks) if x is not None]
-    batches = [1 if layout.cu_seqlens_q is not None else x.size(0) for x in given]
+    batches = [1 if layout.is_packed else x.size(0) for x in given]
     batch = batches[0] if batches[-1] == 1 else batches[-1]
     return torch.zeros(batch, 1 if blocks is None else blocks.size(1), lists, width,
                        dtype=torch.int32, device=given[0].device)

@@ -50,7 +50,7 @@ def gradient_text(op: str, softcap: float) -> str:
 def sizes_of(call: Call) -> MaskTensors:
     """Empty tensors with the shapes that a mask of intervals has, for the planner."""
     q, *_ = call.tensors
-    rows, starts = q.size(-3), call.general.cu_seqlens_q
+    rows, (starts, *_) = q.size(-3), call.general
     lists = mask_lists.Layout(rows, 0, starts).lists()
     return MaskTensors(q.new_empty((*[1] * (starts is None), rows, 4), dtype=torch.int32), None,
                        q.new_empty((1, 1, lists, mask_lists.HEADER + 1), dtype=torch.int32))
@@ -125,9 +125,8 @@ def packed_call(call: Call, is_planned: bool = False) -> Call | None:
         return None
     *lists, causal = packed
     starts, used = (x.to(q.device) for x in lists) if is_planned else lists
-    general = call.general._replace(
-        cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=used, causal=causal,
-        max_seqlen_q=q.size(1), max_seqlen_k=k.size(1))
+    lengths = starts, starts, None, used, q.size(1), k.size(1)
+    general = call.general._replace(causal=causal, **dict(zip(General._fields, lengths)))
     rows = tuple(None if x is None else x.flatten(0, 1) for x in call.tensors)
     return call._replace(tensors=rows, general=general, mask=None)
 
