@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn3 import env
 from flash_attn3.api import merging
+from flash_attn3.api.interface import asked_for
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.cpu import reference
 from flash_attn3.ops import autograd, checks, derivatives, dtensors, library, masked
@@ -49,14 +50,16 @@ class Ring(NamedTuple):
     seqlen: int = -1
     zigzag: bool = True
     deterministic: bool = False
+    return_max_logits: bool = False
 
 
 _ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, Tensor? intervals, str group, '
               'float softmax_scale, SymInt[] window=[-1, -1], float softcap=0.0, '
-              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False')
+              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False, '
+              'bool return_max_logits=False')
 LIBRARY = torch.library.Library('flash_attn3', 'FRAGMENT')
-LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)',
-               tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor, '
+               'Tensor)', tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define('bwd_ring(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, '
                f'Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)',
                tags=(torch.Tag.pt2_compliant_tag,))
@@ -68,8 +71,8 @@ def ring_attention(
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
-        return_attn_probs: bool = False,
-        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return_attn_probs: bool = False, mask: AttentionMask | None = None,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` on a sequence whose rows are divided among the ranks of a group.
 
     Each rank calls it with the rows that `shard` gives it and gets these rows of the result.
@@ -99,11 +102,14 @@ def ring_attention(
         mask: an AttentionMask of intervals of the whole sequence, or of the stream if made with
             cu_seqlens, in place of causal and windows; the same on all ranks. Its first call waits
             for the GPU, to see which keys each rank needs. seqlen is then that of the mask.
+        return_max_logits: append max_logits, as in `flash_attn_func`. Default False.
 
     Returns:
-        out, of the shape of q with the head_dim of v, or (out, lse), where lse is (batch, heads_q,
-        rows), or (heads_q, rows), float32 (float64 for float64). Gradients of q, k, v and s_aux;
-        that of s_aux is the part from the rows of this rank, as for any weight.
+        out, of the shape of q with the head_dim of v, or a tuple of it, lse and max_logits, where
+        those are (batch, heads_q, rows), or (heads_q, rows), float32 (float64 for float64).
+        max_logits: the largest score of each query over the keys of all ranks, without s_aux; -inf
+        where it sees none and in padding. Gradients of q, k, v and s_aux; that of s_aux is the part
+        from the rows of this rank, as for any weight.
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device or number on this rank; no process group; a
@@ -116,16 +122,18 @@ def ring_attention(
         >>> out = flash_attn3.distributed.ring_attention(*project(mine), causal=True)
     """
     name, *_ = exchange.named(_OP, group)
-    both = attend_in_group(_OP, (q, k, v), name, dict(
+    results = attend_in_group(_OP, (q, k, v), name, dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
-        deterministic=deterministic, mask=mask))
-    return both if return_attn_probs else both[0]
+        deterministic=deterministic, mask=mask, return_max_logits=return_max_logits))
+    return asked_for(results, return_attn_probs, return_max_logits)
 
 
 def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
-                    options: dict) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `ring_attention` in the group of this name. options: its other arguments."""
+                    options: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logits) of `ring_attention` in the group of this name. options: its other
+    arguments. max_logits is empty unless asked for.
+    """
     q, k, v = tensors
     for x in (q, k, v):
         dtensors.reject(op, x)
@@ -157,9 +165,9 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
         seqlen, starts = intervals.size(1), None
     own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), window,
                options['softcap'], -1 if seqlen is None else seqlen, options['zigzag'],
-               checks.wants_determinism(options['deterministic']))
-    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, intervals, *own)
-    return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
+               checks.wants_determinism(options['deterministic']), options['return_max_logits'])
+    results = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, intervals, *own)
+    return tuple(x.squeeze(0) for x in results) if is_packed else results
 
 
 # ----------------------------------------------------------------------------- checks and the plan
@@ -308,32 +316,40 @@ class _Parts:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
-             intervals: Tensor | None, *arguments) -> tuple[Tensor, Tensor]:
+             intervals: Tensor | None, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The op `fwd_ring` on CPU and CUDA tensors."""
     own = Ring(*arguments)
     starts = _starts_of(cu_seqlens)
     _check(dict(q=q, k=k, v=v, s_aux=sinks, mask=intervals), starts, own)
     plan, masks_by_step = _plan(q, own, starts, intervals)
     parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v))
+    (batch, rows, heads, _), wide = q.shape, reference.lse_dtype(q.dtype)
+
+    def blind() -> Tensor:
+        """The LSE or the largest score of queries without keys."""
+        return q.new_full((batch, heads, rows), -math.inf, dtype=wide)
+
+    largest = blind() if own.return_max_logits else q.new_empty(0, dtype=wide)
+    execution = Execution(return_max_logits=own.return_max_logits)
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> None:
-        rows, general = _cut(q, call.rows, call), _general_of_call(q, call, sinks, own)
+        own_rows, general = _cut(q, call.rows, call), _general_of_call(q, call, sinks, own)
         cut = _cut_keys(keys, step, call)
-        given = _of_mask(masks_by_step.get(step), rows, cut, general, False)
-        rest = () if not masks_by_step else (*Execution()[:-1], *EightBit(), *given)
-        out, lse, _ = _attend(rows, *cut, None, *general, *rest)
+        given = _of_mask(masks_by_step.get(step), own_rows, cut, general, False)
+        out, lse, max_logits = _attend(own_rows, *cut, None, *general, *execution[:-1],
+                                       *EightBit(), *given)
         if len(call.tiles) > 1:
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         parts.add(call.rows, out, lse)
+        if own.return_max_logits:
+            seen = largest[..., slice(*call.rows)]
+            torch.maximum(seen, max_logits, out=seen)
 
     for step, keys in exchange.travel(link, plan, (k, v)):
         for call in step.calls:
             attend(step, keys, call)
         keys.clear()
-    batch, rows, heads, _ = q.shape
-    return parts.result(
-        lambda: q.new_zeros((batch, rows, heads, v.size(3))),
-        lambda: q.new_full((batch, heads, rows), -math.inf, dtype=reference.lse_dtype(q.dtype)))
+    return *parts.result(lambda: q.new_zeros((batch, rows, heads, v.size(3))), blind), largest
 
 
 # ------------------------------------------------------------------------------------ the backward
@@ -450,14 +466,16 @@ def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,
 
 
 # ----------------------------------------------------------------------------------------- the ops
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, sinks, cu_seqlens, intervals, *arguments = inputs
+    out, lse, max_logits = output
     ctx.own = Ring(*arguments)
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, intervals)
+    ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens, intervals)
     ctx.set_materialize_grads(False)
 
 
-def _formula(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+def _formula(ctx, dout: Tensor | None, dlse: Tensor | None, _) -> tuple:
     """Gradients for the inputs of `fwd_ring`."""
     *tensors, sinks, cu_seqlens, intervals = ctx.saved_tensors
     if dout is None:
@@ -468,10 +486,12 @@ def _formula(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return *gradients, None if sinks is None else dsinks, None, None, *(None for _ in Ring._fields)
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
+              intervals: Tensor | None, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
-    return (q.new_empty((batch, rows, heads, v.shape[3])),
-            q.new_empty((batch, heads, rows), dtype=reference.lse_dtype(q.dtype)))
+    lse = q.new_empty((batch, heads, rows), dtype=reference.lse_dtype(q.dtype))
+    return (q.new_empty((batch, rows, heads, v.shape[3])), lse,
+            torch.empty_like(lse) if Ring(*arguments).return_max_logits else lse.new_empty(0))
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,

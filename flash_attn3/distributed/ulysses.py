@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_attn3.api.interface import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.api.interface import asked_for, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.ops import autograd, checks, derivatives, dtensors
 from flash_attn3.distributed import agreement, exchange, masks, ring
@@ -33,8 +33,8 @@ def ulysses_attention(
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
-        return_attn_probs: bool = False,
-        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return_attn_probs: bool = False, mask: AttentionMask | None = None,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """`ring_attention` with the heads divided among the ranks of a group: two all-to-alls a call.
 
     Args:
@@ -46,8 +46,8 @@ def ulysses_attention(
         ring_group: the ranks with the same place in their groups, such as the other axis of a mesh
             of two, which form a ring. Default: no ring.
         softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag,
-            deterministic, return_attn_probs: as in `ring_attention`. s_aux: of all heads. The rows
-            of the whole group are even with zigzag.
+            deterministic, return_attn_probs, return_max_logits: as in `ring_attention`. s_aux: of
+            all heads. The rows of the whole group are even with zigzag.
         mask: as in `ring_attention`; without ring_group it may have blocks, of all heads.
 
     Returns:
@@ -70,7 +70,8 @@ def ulysses_attention(
         general = general_of(q, window_size=window_size, s_aux=s_aux, softcap=softcap,
                              softmax_scale=softmax_scale, op=_OP)
         agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
-            dict(q=q, k=k, v=v, s_aux=s_aux), {}))
+            dict(q=q, k=k, v=v, s_aux=s_aux), dict(return_attn_probs=return_attn_probs,
+                                                   return_max_logits=return_max_logits)))
     if mask is not None:
         masks.check_alone(_OP, mask, (-1, 0) if causal else checks.window_sides(window_size, _OP))
         mask = mask.of_heads(_OP, (q.size(-2), k.size(-2)), rank, ranks)
@@ -80,23 +81,25 @@ def ulysses_attention(
     heads = q.size(-2) // ranks
     tensors = tuple(_rows_of_heads(x, ranks, name) for x in (q, k, v))
     options = dict(softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic,
-                   s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], mask=mask)
+                   s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], mask=mask,
+                   return_max_logits=return_max_logits)
     if mask is not None and not ring_name:
-        out, lse = _attend_all(tensors, cu_seqlens, seqlen, options)
+        out, *by_row = _attend_all(tensors, cu_seqlens, seqlen, options)
     else:
-        out, lse = ring.attend_in_group(_OP, tensors, ring_name, options | dict(
+        out, *by_row = ring.attend_in_group(_OP, tensors, ring_name, options | dict(
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, seqlen=seqlen,
             zigzag=zigzag))
     out = _heads_of_rows(out, ranks, name)
-    if not return_attn_probs:
-        return out
-    lse = _heads_of_rows(lse.transpose(-1, -2).unsqueeze(-1), ranks, name)
-    return out, lse.squeeze(-1).transpose(-1, -2).contiguous()
+    lse = _numbers_of_rows(by_row[0], ranks, name) if return_attn_probs else None
+    max_logits = _numbers_of_rows(by_row[-1], ranks, name) if return_max_logits else None
+    return asked_for((out, lse, max_logits), return_attn_probs, return_max_logits)
 
 
 def _attend_all(tensors: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | Sequence[int] | None,
-                seqlen: int | None, options: dict) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all rows with a mask, which needs no ring. options: of `flash_attn_func`."""
+                seqlen: int | None, options: dict) -> tuple[Tensor, ...]:
+    """out, lse and, if asked for, max_logits of all rows with a mask, which needs no ring. options:
+    of `flash_attn_func`.
+    """
     rows = tensors[0].size(-3)
     seqlen = options['mask'].rows if seqlen is None else seqlen
     padding = 0 if seqlen is None else rows - seqlen
@@ -105,12 +108,13 @@ def _attend_all(tensors: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | Seq
                                         str(seqlen)))
     q, k, v = (x.narrow(-3, 0, rows - padding) for x in tensors)
     if q.dim() == 4:
-        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        out, *by_row = flash_attn_func(q, k, v, return_attn_probs=True, **options)
     else:
         starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-        out, lse = flash_attn_varlen_func(q, k, v, starts, starts, 0, 0, return_attn_probs=True,
-                                          **options)
-    return F.pad(out, (0, 0, 0, 0, 0, padding)), F.pad(lse, (0, padding), value=-math.inf)
+        out, *by_row = flash_attn_varlen_func(q, k, v, starts, starts, 0, 0,
+                                              return_attn_probs=True, **options)
+    return F.pad(out, (0, 0, 0, 0, 0, padding)), *(F.pad(x, (0, padding), value=-math.inf)
+                                                   for x in by_row)
 
 
 def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: int) -> str:
@@ -148,6 +152,12 @@ def _heads_of_rows(x: Tensor, ranks: int, group: str) -> Tensor:
     """The inverse of _rows_of_heads()."""
     parts = x.unflatten(-3, (ranks, -1)).movedim(-4, 0)      # (ranks, [batch,] rows, heads, dim)
     return _all_to_all(parts.contiguous(), group).movedim(0, -3).flatten(-3, -2)
+
+
+def _numbers_of_rows(x: Tensor, ranks: int, group: str) -> Tensor:
+    """([batch,] heads of this rank, all rows) -> ([batch,] all heads, rows of this rank)."""
+    x = _heads_of_rows(x.transpose(-1, -2).unsqueeze(-1), ranks, group)
+    return x.squeeze(-1).transpose(-1, -2).contiguous()
 
 
 _all_to_all = torch.ops.flash_attn3.all_to_all.default

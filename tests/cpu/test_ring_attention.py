@@ -53,7 +53,8 @@ def check_case(rank: int, name: str) -> None:
     if attention[-1] is None:
         return
     tensors = drawn(case, torch.float64)
-    for got, expected in zip(on_ranks(case, tensors, attention), whole(case, tensors)):
+    for got, expected in zip(on_ranks(case, tensors, attention), whole(case, tensors),
+                             strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -219,7 +220,7 @@ def check_memory(rank: int, most: tuple[list[float], list[float]]) -> None:
         # The op that merges on a GPU, not plain PyTorch with its temporaries.
         patch.setattr(ring.merging, '_list_is_served', lambda *_: True)
         with Alive((q, k, v)) as forward:
-            out, lse = ring._forward(q, k, v, None, None, None, *own)
+            out, lse, _ = ring._forward(q, k, v, None, None, None, *own)
         with Alive((q, k, v, dout, out, lse)) as backward:
             ring._backward(dout, None, q, k, v, out, lse, None, None, None, *own)
     for alive, limits in zip((forward, backward), most):
@@ -245,7 +246,7 @@ def test_memory(most, ranks):
 # ---------------------------------------------------------------------------------- 16-bit numbers
 def check_bar(rank: int, name: str) -> None:
     """Errors at most twice those of plain PyTorch; the same bits again."""
-    case = Case(RANKS, 1, 120, dict(causal=True))
+    case = Case(RANKS, 1, 120, dict(causal=True, return_max_logits=True))
     tensors = drawn(case, getattr(torch, name))
     attention = attention_of(case, 'cpu')
     got, again = (on_ranks(case, tensors, attention, deterministic=True) for _ in range(2))
@@ -255,6 +256,7 @@ def check_bar(rank: int, name: str) -> None:
     pt = plain(case, tensors, ref[1])
     floors = compare.cancellation_floors(tensors[:3], tensors.dout, 16 ** -0.5)
     compare.check_lse(got[1], ref[1])
+    compare.check_lse(got[-1], ref[-1], 'max_logits')
     for letter, x, *others in zip('_lqkv', got, ref, pt):
         if letter != 'l':
             compare.check_close(x, *others, f'd{letter}', floors.get(f'd{letter}', 0.0))
@@ -287,15 +289,16 @@ def check_compiled(rank: int, backend: str) -> None:
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses'))
     ring, tensors = mesh['ring'].get_group(), drawn(Case(2, 2, 32, {}), torch.float32)
 
-    def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return distributed.ulysses_attention(q * 2, k, v, causal=True, group=mesh['ulysses'],
-                                             ring_group=ring)
+                                             ring_group=ring, return_max_logits=True)
 
     results = []
     for function in (both, torch.compile(both, backend=backend, fullgraph=True)):
         leaves = [distributed.shard(x).clone().requires_grad_() for x in tensors[:3]]
-        out = function(*leaves)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        out, largest = function(*leaves)
+        assert not largest.requires_grad
+        results.append([out, largest, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
@@ -407,7 +410,8 @@ def call_with(group, change: str, **options) -> None:
         options['s_aux'] = torch.zeros(3)
     elif change:
         options |= {'causal': dict(causal=True), 'scale': dict(softmax_scale=0.5),
-                    'seqlen': dict(seqlen=20), 'long': dict(seqlen=200)}[change]
+                    'largest': dict(return_max_logits=True), 'seqlen': dict(seqlen=20),
+                    'long': dict(seqlen=200)}[change]
     distributed.ring_attention(q, k, v, group=group, **options)
 
 
@@ -415,7 +419,7 @@ DIFFERENT = {    # what rank 2 does, and what all ranks then say
     'rows': r'same q.shape on all ranks.*\(1, 6, 4, 16\) on rank 2 and \(1, 8, 4, 16\) on rank 0',
     'heads': 'same k.shape on all ranks', 'dtype': 'same q.dtype .*float16 on rank 2',
     'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)',
-    'scale': 'same softmax_scale',
+    'scale': 'same softmax_scale', 'largest': 'same return_max_logits .*True on rank 2',
     'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
     'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
     'long': 'seqlen to be at most 32, .*got 200.*rank 2'}

@@ -97,6 +97,8 @@ def check_case(rank: int, name: str) -> None:
     inputs = [x if x.dim() == 4 else x[None] for x in tensors[:3]]
     floors = compare.cancellation_floors(tuple(inputs), tensors.dout, scale)
     compare.check_lse(got[1], ref[1])
+    if 'return_max_logits' in case.options:
+        compare.check_lse(got.pop(), ref.pop(), 'max_logits')
     for number, (x, *others) in enumerate(zip(got, ref, pt)):
         what = ('out', 'lse', 'dq', 'dk', 'dv', 's_aux')[number]
         if what == 's_aux':

@@ -105,7 +105,7 @@ class Case(NamedTuple):
 
 CASES = {
     'causal': Case(4, 1, 48, dict(causal=True)),
-    'causal, three ranks, padded': Case(3, 1, 29, dict(causal=True)),
+    'causal, three ranks, padded': Case(3, 1, 29, dict(causal=True, return_max_logits=True)),
     'causal, few rows': Case(4, 1, 5, dict(causal=True)),
     'full, two ranks, padded': Case(2, 1, 13, {}),
     'full, contiguous': Case(3, 1, 30, dict(zigzag=False)),
@@ -113,28 +113,33 @@ CASES = {
     'one rank': Case(1, 1, 11, dict(causal=True)),
     'window': Case(4, 1, 61, dict(window_size=(9, 3))),
     'causal window': Case(4, 1, 64, dict(causal=True, window_size=(17, -1))),
-    'window, contiguous': Case(4, 1, 64, dict(causal=True, window_size=(10, 0), zigzag=False)),
+    'window, contiguous': Case(4, 1, 64, dict(causal=True, window_size=(10, 0), zigzag=False,
+                                                return_max_logits=True)),
     'sinks, softcap': Case(4, 1, 45, dict(causal=True, s_aux=True, softcap=3.0,
-                                          softmax_scale=0.3)),
+                                          softmax_scale=0.3, return_max_logits=True)),
     'sinks, window': Case(3, 1, 45, dict(causal=True, s_aux=True, window_size=(5, -1))),
     'packed': Case(4, 1, 41, dict(causal=True, cu_seqlens=DOCUMENTS)),
-    'packed, padded after': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True)),
+    'packed, padded after': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True,
+                                                return_max_logits=True)),
     'packed, full': Case(2, 1, 41, dict(cu_seqlens=DOCUMENTS)),
     'packed, window': Case(4, 1, 41, dict(cu_seqlens=DOCUMENTS, window_size=(4, 2))),
     'ulysses': Case(1, 4, 21, dict(causal=True), heads_k=4),
-    'ulysses, GQA repeated': Case(1, 4, 20, dict(causal=True, s_aux=True)),
-    'both': Case(2, 2, 27, dict(causal=True, window_size=(11, -1))),
+    'ulysses, GQA repeated': Case(1, 4, 20, dict(causal=True, s_aux=True,
+                                                 return_max_logits=True)),
+    'both': Case(2, 2, 27, dict(causal=True, window_size=(11, -1), return_max_logits=True)),
     'both, contiguous': Case(2, 2, 26, dict(zigzag=False)),
     'mask of prefixes': Case(4, 1, 48, dict(mask='prefix')),
     'mask of documents': Case(4, 1, 61, dict(mask='documents')),
     'mask of scattered keys': Case(3, 1, 29, dict(mask='scattered')),
     'mask of a window, sinks, contiguous': Case(3, 1, 30, dict(mask='window', zigzag=False,
-                                                               s_aux=True)),
+                                                               s_aux=True, return_max_logits=True)),
     'mask, few rows': Case(4, 1, 5, dict(mask='scattered')),
-    'mask, packed': Case(4, 1, 47, dict(mask='packed', cu_seqlens=DOCUMENTS)),
+    'mask, packed': Case(4, 1, 47, dict(mask='packed', cu_seqlens=DOCUMENTS,
+                                        return_max_logits=True)),
     'ulysses, mask of query heads': Case(1, 4, 21, dict(mask='query heads'), heads_k=4),
     'ulysses, mask of KV heads, GQA': Case(1, 4, 20, dict(mask='KV heads', s_aux=True)),
-    'ulysses, mask, packed': Case(1, 4, 47, dict(mask='packed', cu_seqlens=DOCUMENTS), heads_k=4),
+    'ulysses, mask, packed': Case(1, 4, 47, dict(mask='packed', cu_seqlens=DOCUMENTS,
+                                                 return_max_logits=True), heads_k=4),
     'both, mask': Case(2, 2, 27, dict(mask='scattered')),
     'both, packed': Case(2, 2, 41, dict(causal=True, cu_seqlens=DOCUMENTS))}
 
@@ -169,20 +174,22 @@ def loss_of(out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
 
 
 def whole(case: Case, tensors: Drawn) -> list[Tensor]:
-    """out, lse and the gradients of q, k, v and sinks, in this process alone."""
+    """out, lse and the gradients of q, k, v and sinks, in this process alone; then max_logits, if
+    the case has them.
+    """
     options = {name: x for name, x in case.options.items() if name != 'zigzag'}
     options |= case.mask_on(tensors.q.device)
     leaves = leaves_of(tensors)
     if 's_aux' in options:
         options['s_aux'] = leaves[3]
     if not case.is_packed:
-        out, lse = flash_attn_func(*leaves[:3], return_attn_probs=True, **options)
+        out, lse, *largest = flash_attn_func(*leaves[:3], return_attn_probs=True, **options)
     else:
         starts = torch.tensor(options.pop('cu_seqlens'), dtype=torch.int32,
                               device=tensors.q.device)
-        out, lse = flash_attn_varlen_func(*leaves[:3], starts, starts, 0, 0,
-                                          return_attn_probs=True, **options)
-    return [out, lse, *torch.autograd.grad(loss_of(out, lse, tensors.dout), leaves)]
+        out, lse, *largest = flash_attn_varlen_func(*leaves[:3], starts, starts, 0, 0,
+                                                    return_attn_probs=True, **options)
+    return [out, lse, *torch.autograd.grad(loss_of(out, lse, tensors.dout), leaves), *largest]
 
 
 def _visible(case: Case, tensors: Drawn) -> Tensor | list[Tensor] | None:
@@ -245,10 +252,12 @@ def on_ranks(case: Case, tensors: Drawn, attention: tuple, **others) -> list[Ten
     options = case.options | others | case.mask_on(tensors.q.device)
     if tensors.s_aux is not None:
         options['s_aux'] = leaves[3]
-    out, lse = attend(*leaves[:3], return_attn_probs=True, seqlen=case.rows, **options)
-    gradients = list(torch.autograd.grad(loss_of(out, lse, dout.nan_to_num()), leaves))
+    out, *by_row = attend(*leaves[:3], return_attn_probs=True, seqlen=case.rows, **options)
+    assert [x.requires_grad for x in by_row] == [True, *[False] * (len(by_row) - 1)]
+    gradients = list(torch.autograd.grad(loss_of(out, by_row[0], dout.nan_to_num()), leaves))
     for gradient in gradients[3:]:
         dist.all_reduce(gradient, group=group)
     rows = [distributed.unshard(x, case.rows, **where) for x in (out, *gradients[:3])]
-    lse = distributed.unshard(lse.transpose(-1, -2), case.rows, **where).transpose(-1, -2)
-    return [rows[0], lse, *rows[1:], *gradients[3:]]
+    lse, *largest = (distributed.unshard(x.transpose(-1, -2), case.rows,
+                                         **where).transpose(-1, -2) for x in by_row)
+    return [rows[0], lse, *rows[1:], *gradients[3:], *largest]
