@@ -66,7 +66,7 @@ def flash_attn_func(
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: where the result is written; last stride 1. Not differentiable. Default: a new tensor.
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: an extra score per head, of value 0.
-        return_max_logits: also return max_logits. Last bits of out may then differ. qv: None.
+        return_max_logits: append max_logits; num_splits is 1, out's last bits may differ. qv: None.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
         num_splits: parts of the keys, up to 256; 0: by plan, 1 for gradients. Default 1.
         split_size: keys in a part (docs/invariance.md). Default: 0, or that of `invariant`.
@@ -324,10 +324,19 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
     if num_splits != 1:
         results = splits.attention(call, num_splits, return_lse)
     elif eight_bit is None:
-        results = _general_attention(tensors, general, execution, return_lse)
+        own, *others = splits.calls_of(execution)
+        results = _general_attention(tensors, general, own, return_lse)
+        if others:
+            results = *results[:2], _maxima(call, *others)
     else:
         results = _fp8_attention(call)
     return asked_for(results, return_lse, execution.return_max_logits)
+
+
+def _maxima(call: Call, execution: Execution) -> Tensor:
+    """max_logits by a call of its own, which needs no gradients."""
+    with torch.no_grad():
+        return _general_attention((*call.tensors[:3], None), call.general, execution, False)[2]
 
 
 def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: bool,
@@ -342,7 +351,7 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of e4m3 tensors; their backward raises an error."""
     op, (q, k, v, out), general, execution, eight_bit, _ = call
-    fp8.reject_missing(op, q, execution.return_max_logits)
+    fp8.reject_missing(op, q, execution)
     call.reject_forward_mode()
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)

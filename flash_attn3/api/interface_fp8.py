@@ -186,7 +186,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, 
         fp8.is_second(op, 'fp8_backward', fp8_backward, fp8.BACKWARDS),
         fp8.is_second(op, 'fp8_accum', fp8_accum, fp8.ACCUMULATIONS))
     invariance.reject(op, 'quantising')
-    fp8.reject_missing(op, q, execution.return_max_logits)
+    fp8.reject_missing(op, q, execution)
     arguments = *tensors, *general, *execution, *quantization
     if mask is not None:
         call = Call(op, (*tensors, None), general, execution, None, mask)

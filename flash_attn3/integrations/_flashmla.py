@@ -33,8 +33,9 @@ def prefill(client: str, call: dict[str, Any]) -> list[Tensor | None]:
     (tokens, 1, n); topk_length (tokens,) counts them.
 
     Returns:
-        out; for the largest scores, which no client reads, an empty tensor; the LSE (tokens,
-        heads), in base 2 with return_log2_stats. Without return_stats None for both.
+        out; for FlashMLA's max_logits, which no client reads and no kernel of chosen keys has, a
+        tensor of shape (0,), float32; the LSE (tokens, heads), in base 2 with return_log2_stats.
+        Without return_stats None for both.
     """
     refuse(client, call, _REFUSED)
     kv, counts = call['kv'], call['topk_length']

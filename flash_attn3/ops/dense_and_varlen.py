@@ -160,12 +160,12 @@ def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
 
 
 # ------------------------------------------------------------------------------ on any real tensors
-def attend(q: Tensor, k: Tensor, v: Tensor, general: General, return_max_logits: bool,
+def attend(q: Tensor, k: Tensor, v: Tensor, general: General, with_maxima: bool,
            mask: MaskTensors = MaskTensors()) -> reference.Outputs:
     """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
     return reference.attend(inputs_of(q, k, v, general),
                             score_of(q, general, visible_of(q, k, general, mask)),
-                            reference.wide_dtype(q.dtype), return_max_logits, lengths_of(general))
+                            reference.wide_dtype(q.dtype), with_maxima, lengths_of(general))
 
 
 # ---------------------------------------------------------------------------- CPU implementations

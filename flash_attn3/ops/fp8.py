@@ -154,14 +154,14 @@ def check_quantizable(op: str, q: Tensor) -> None:
         raise RuntimeError(checks.error(op, 'at least one head of q to quantise', '0'))
 
 
-def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
+def reject_missing(op: str, q: Tensor, execution: Execution) -> None:
     """Raises NotImplementedError for what only the CPU path supports."""
     if not q.is_cuda:
         return
     if not library.kernels_serve(q.device):
         raise NotImplementedError(checks.error(op, 'a CPU tensor, or a Hopper GPU and its kernels',
                                                str(q.device), library.KERNELS_MISSING))
-    if return_max_logits:
+    if execution.return_max_logits:
         raise NotImplementedError(checks.error(
             op, 'no return_max_logits with q of float8_e4m3fn on a GPU', 'both',
             'the FP8 kernels do not compute maximum logits; use bfloat16 or float16'))

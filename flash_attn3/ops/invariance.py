@@ -47,7 +47,7 @@ def invariant(split_size: int | None = None) -> Iterator[None]:
 
     Raises:
         RuntimeError: a split_size that is not a number above 0. From calls: where no such bits can
-            be promised, as for FP8 without a cache, return_max_logits, a GPU without our kernels.
+            be promised, as for FP8 without a cache and a GPU without our kernels.
     """
     if split_size is not None and (type(split_size) is not int or split_size < 1):
         raise RuntimeError(checks.error('invariant', 'split_size to be None or above 0',

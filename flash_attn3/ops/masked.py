@@ -148,7 +148,7 @@ def by_batch(results: tuple[Tensor, Tensor | None, Tensor | None],
                    for x in results[1:])
 
 
-def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of a call with a mask that refuse() has seen."""
     q, k, v, out = call.tensors
     general, execution = call.general, call.execution
@@ -156,7 +156,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     is_fp8 = eight_bit is not None
     needs_grad = not is_fp8 and call.needs_grad()
     if is_fp8:
-        fp8.reject_missing(call.op, q, execution.return_max_logits)
+        fp8.reject_missing(call.op, q, execution)
     if needs_grad or not is_served or _has_other_rank(call):
         _check(call)    # else the op does, and a mask before it is compared with a call
     if needs_grad and q.is_cuda and is_served:
@@ -177,10 +177,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         results = _attend(*arguments)
         return results[0] if out is None else out, *results[1:]
     fallback.warn_once(q.device, call.op)
-    result, lse, row_max = dense_and_varlen.attend(q, k, v, general, execution.return_max_logits,
-                                                   given)
-    return (result if out is None else out.copy_(result), lse,
-            None if row_max is None else row_max.detach())
+    result, lse, row_max = dense_and_varlen.attend(q, k, v, general, with_maxima=True, mask=given)
+    return (result if out is None else out.copy_(result)), lse, row_max.detach()
 
 
 def quantized(call: Call, promote: bool) -> MaskTensors:

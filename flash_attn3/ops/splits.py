@@ -67,13 +67,8 @@ def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
         return ''
     if call.execution.split_size != 0:
         return _problem_of_size(op, num_splits, call)
-    if num_splits < 2:
-        return ''
-    asked = {'return_max_logits': call.execution.return_max_logits,
-             "fp8_accum='promote'": call.eight_bit is not None and call.eight_bit.promote}
-    for name, is_asked in asked.items():
-        if is_asked:
-            return checks.error(op, f'num_splits of 0 or 1 with {name}', str(num_splits))
+    if num_splits > 1 and call.eight_bit is not None and call.eight_bit.promote:
+        return checks.error(op, "num_splits of 0 or 1 with fp8_accum='promote'", str(num_splits))
     return ''
 
 
@@ -90,7 +85,6 @@ def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
     if not isinstance(size, (int, torch.SymInt)) or size < 0:
         return checks.error(op, 'split_size to be 0 (none) or more', repr(size))
     asked = {f'num_splits={num_splits}': num_splits > 1,
-             'return_max_logits': call.execution.return_max_logits,
              'float8_e4m3fn': call.eight_bit is not None,
              'a GPU without our kernels': q.is_cuda and not library.kernels_serve(q.device)}
     for name, is_asked in asked.items():
@@ -125,8 +119,21 @@ def has_few_keys(num_splits: int, k: Tensor) -> bool:
 
 
 def planned(num_splits: int, call: Call) -> int:
-    """num_splits of the op on a device that our kernels or the CPU path serve."""
-    return 1 if num_splits == 0 and not _gains(call) else num_splits
+    """num_splits of the op on a device that our kernels or the CPU path serve. Kernels that merge
+    parts have no largest scores: with return_max_logits there is one part.
+    """
+    is_whole = call.execution.return_max_logits or (num_splits == 0 and not _gains(call))
+    return 1 if is_whole else num_splits
+
+
+def calls_of(execution: Execution) -> list[Execution]:
+    """The calls of an op for one without FP8 and num_splits: one, or that of out and LSE, then that
+    of max_logits. WHY two: kernels round otherwise where they know the exact maxima, and the bits
+    with split_size are one set.
+    """
+    if not (execution.split_size and execution.return_max_logits):
+        return [execution]
+    return [execution._replace(return_max_logits=False), execution._replace(split_size=0)]
 
 
 def _gains(call: Call) -> bool:
@@ -134,7 +141,7 @@ def _gains(call: Call) -> bool:
     q, k, *_ = call.tensors
     general, eight_bit = call.general, call.eight_bit
     rank = dense_and_varlen.rank_of(general)
-    if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
+    if (q.dim() != rank or k.dim() != rank
             or (eight_bit is not None and eight_bit.promote)
             or any(scale is not None and scale.dim() != 2 for scale in call.scales())
             or call.needs_grad()
@@ -169,7 +176,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     general, eight_bit = call.general, call.eight_bit
     call.reject_forward_mode()
     if eight_bit is not None:
-        fp8.reject_missing(call.op, q, False)
+        fp8.reject_missing(call.op, q, call.execution)
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
     needs_grad = call.needs_grad()

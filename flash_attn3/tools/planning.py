@@ -108,11 +108,13 @@ def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | Non
         call, tensors, general, mask = packed, packed.tensors, packed.general, None
         num_splits = 1    # masked.py does not split them
     named = dict(zip(('q', 'k', 'v', 'out'), tensors))
-    facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
-                                {} if mask is None else masked.sizes_of(call),
-                                rules_of='cuda', check=_plan.plan_forward)
-    if 'reason' in facts or mask is not None or (parts := splits.planned(num_splits, call)) == 1:
-        return [facts]
+    facts = [checks.problem_text(named, general, own, eight_bit or EightBit(),
+                                 {} if mask is None else masked.sizes_of(call),
+                                 rules_of='cuda', check=_plan.plan_forward)
+             for own in splits.calls_of(execution)]
+    if ('reason' in facts[0] or mask is not None
+            or (parts := splits.planned(num_splits, call)) == 1):
+        return facts
     return [checks.problem_text(named, splits.attend_arguments(call, parts, False),
                                 rules_of='cuda', check=_plan.plan_cache)]
 
@@ -178,7 +180,7 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     The arguments are those of `explain`.
     """
     features['split_size'] = invariance.split_size_of(features.get('split_size', 0))
-    execution = Execution(**_named(features, *_EXECUTION))
+    execution, *_ = splits.calls_of(Execution(**_named(features, *_EXECUTION)))
     return _ask(_plan.plan_forward, (q, k, v), dtype, features, execution,
                 dict(promote=fp8.is_second('explain', 'fp8_accum', fp8_accum, fp8.ACCUMULATIONS)),
                 _gpu(q, sm_count, l2_bytes))
@@ -290,8 +292,12 @@ def _name(facts: dict) -> str:
 
 def _parts_row(features: Mapping) -> dict[str, str]:
     size = invariance.split_size_of(features.get('split_size', 0))
+    if not size:
+        return {}
     ignored = planning_cache.ignored_text()
-    return {'splits': f'parts of {size} keys, from the first to the last{ignored}'} if size else {}
+    others = splits.calls_of(Execution(**_named(features, *_EXECUTION) | {'split_size': size}))[1:]
+    return {'splits': f'parts of {size} keys, from the first to the last{ignored}',
+            **({'max_logits': 'by another call, without parts'} if others else {})}
 
 
 def _kernel_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:

@@ -164,13 +164,23 @@ def test_gradients_and_checkpoints(sizes):
 
 @pytest.mark.parametrize('call,text', [
     (lambda: flash_attn_func(*tensors(dtype=E4M3)), 'split_size of 0 with float8_e4m3fn'),
-    (lambda: flash_attn_func(*tensors(), return_max_logits=True), 'with return_max_logits'),
     (lambda: flash_attn_fp8_func(*tensors(dtype=torch.bfloat16)), 'flash_attn_fp8_func: .*no quan'),
 ])
 def test_what_cannot_be_promised_is_refused(call, text):
     call()
     with invariant(), pytest.raises(RuntimeError, match=f'{text}.*flash_attn3.invariant'):
         call()
+
+
+def test_max_logits(sizes):
+    """Out and LSE have the split size of other calls."""
+    given = tensors()
+    wanted = flash_attn_func(*given, return_max_logits=True)
+    sizes.clear()
+    with invariant():
+        got = flash_attn_func(*given, return_max_logits=True)
+    assert [size for size, _ in sizes] == [DEFAULT, 0]
+    torch.testing.assert_close(got, wanted)
 
 
 def test_a_cache_on_other_gpus_is_refused(monkeypatch):

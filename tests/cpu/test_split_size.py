@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from flash_attn3 import _plan, can_use, flash_attn_func, quantize_fp8
+from flash_attn3 import _plan, can_use, explain, flash_attn_func, quantize_fp8
+from flash_attn3.api import interface
 from flash_attn3.ops.checks import describe_sizes
 from flash_attn3.ops.dense_and_varlen import Execution
+from flash_attn3.tools import planning
 
 from tests.bits import runner
 from tests.bits.draw import FEATURES, LAYOUTS, draw_of
@@ -106,14 +108,70 @@ def test_parts_of_groups_of_heads(heads, is_packed, split):
     assert plan_of_pages(heads, 1 << 17, is_packed)['head_groups'] == 1
 
 
+# --------------------------------------------------------------------------------------- max_logits
+@pytest.mark.parametrize('lse', [False, True])
+@pytest.mark.parametrize('requires_grad', [False, True])
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
+@pytest.mark.parametrize('make', [dense, packed])
+def test_max_logits_come_from_another_call(make, options, requires_grad, lse):
+    """So that those of out and LSE have the arguments of a call without them."""
+    given = make(requires_grad=requires_grad, **options)
+    asked = dict(return_max_logits=True, return_attn_probs=lse)
+    wanted = function_of(given)(**given, **asked)
+    got = function_of(given)(**given, **asked, split_size=SPLIT_SIZE)
+    for x, y in zip(got, wanted, strict=True):
+        assert x.dtype == y.dtype and x.requires_grad == y.requires_grad
+        torch.testing.assert_close(x, y)
+    if requires_grad:
+        leaves = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        for x, y in zip(*(torch.autograd.grad(results[0].sum(), leaves)
+                          for results in (got, wanted))):
+            torch.testing.assert_close(x, y)
+
+
+def test_calls_for_max_logits(monkeypatch):
+    given, calls = dense(), []
+    monkeypatch.setattr(interface, '_general_attention', lambda tensors, general, execution, _: (
+        calls.append((execution, tensors[3])) or (None, None, len(calls))))
+    out = torch.empty_like(given['q'])
+    assert flash_attn_func(**given, out=out, return_max_logits=True, split_size=64) == (None, 2)
+    (first, its_out), (second, no_out) = calls
+    assert (first.split_size, first.return_max_logits) == (64, False) and its_out is out
+    assert (second.split_size, second.return_max_logits) == (0, True) and no_out is None
+
+
+def test_max_logits_compiled():
+    given = dense(dtype=torch.float32, requires_grad=True)
+    asked = dict(return_max_logits=True, split_size=SPLIT_SIZE)
+    compiled = torch.compile(lambda **given: flash_attn_func(**given, **asked),
+                             backend='aot_eager', fullgraph=True)
+    results = []
+    for function in (compiled, lambda **given: flash_attn_func(**given, **asked)):
+        out, max_logits = function(**given)
+        assert not max_logits.requires_grad
+        results.append([out, max_logits, *torch.autograd.grad(out.square().sum(), given.values())])
+    torch.testing.assert_close(*results)
+
+
+def test_plans_of_max_logits(capsys):
+    """The kernel of out is that of a call without max_logits, and both are in the install."""
+    explain((1, 300, 4, 128), (1, 300, 4, 128), causal=True, split_size=256,
+            return_max_logits=True)
+    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line)
+    assert rows['variant'].split()[0] == 'FwdBf16D128CausalFolded'
+    assert rows['max_logits'] == 'by another call, without parts'
+    call = {name: torch.zeros(1, 300, 4, 128).bfloat16() for name in 'qkv'}
+    found = planning._plans_of('flash_attn_func', (*call.values(), None), dict(
+        causal=True, split_size=256, return_max_logits=True), None, 1)
+    assert [facts['name'][:18] for facts in found] == ['FwdBf16D128CausalF', 'FwdBf16D128General']
+
+
 # ------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize('make', [dense, packed])
 @pytest.mark.parametrize('changes, text', [
     ({'split_size': -1}, 'split_size to be 0 (none) or more, got -1'),
     ({'split_size': 64.0}, 'split_size to be 0 (none) or more, got 64.0'),
     ({'split_size': 64, 'num_splits': 2}, 'split_size of 0 with num_splits=2, got 64'),
-    ({'split_size': 64, 'return_max_logits': True},
-     'split_size of 0 with return_max_logits, got 64'),
     ({'split_size': 64, 'num_splits': -1}, 'num_splits to be from 0 (by plan) to 256, got -1')])
 def test_wrong_calls(make, changes, text):
     given = make()

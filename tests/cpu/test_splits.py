@@ -87,6 +87,17 @@ def test_the_op(make):
         'attend_cache']
 
 
+@pytest.mark.parametrize('requires_grad', [False, True])
+@pytest.mark.parametrize('make', [dense, packed])
+def test_one_part_with_max_logits(make, requires_grad):
+    given = make(requires_grad=requires_grad) | dict(return_max_logits=True)
+    results = []
+    assert 'attend_cache' not in called(
+        lambda: results.extend(function_of(given)(**given, num_splits=4)))
+    for x, y in zip(results, function_of(given)(**given), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_by_plan():
     """Splits for few queries over many keys, without gradients and maxima."""
     few = dense(seqlen_q=1, seqlen_k=KEYS)
@@ -129,8 +140,6 @@ def test_wrong_numbers(make, num_splits):
 
 
 def test_what_does_not_go_together():
-    with pytest.raises(RuntimeError, match='num_splits of 0 or 1 with return_max_logits, got 2'):
-        flash_attn_func(**dense(), return_max_logits=True, num_splits=2)
     given = dense(requires_grad=True)
     with pytest.raises(RuntimeError, match='requires_grad=False together with out='):
         flash_attn_func(**given, out=torch.empty_like(given['q']), num_splits=2)

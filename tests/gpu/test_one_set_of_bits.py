@@ -62,6 +62,22 @@ def test_compiled(dims, is_packed, cuda, fresh_compiler):
             compare.check_equal(x.detach(), y, name)
 
 
+@pytest.mark.parametrize('features', [{}, {'causal': True}, {'window_size': (150, 20)},
+                                      {'causal': True, 'softcap': 15.0}], ids=str)
+@HEAD_DIMS
+def test_max_logits_change_no_bit(dims, features, device):
+    """Of out and LSE; they are themselves those of a call without parts."""
+    q, k, v = (torch.randn(2, 600, heads, dim, device=device).bfloat16() for heads, dim in (
+        (4, dims[0]), (2, dims[0]), (2, dims[1])))
+    sinks = torch.randn(4, device=device)
+    options = dict(features, s_aux=sinks, return_attn_probs=True)
+    wanted = [*flash_attn_func(q, k, v, **options, split_size=256),
+              flash_attn_func(q, k, v, **options, return_max_logits=True)[2]]
+    got = flash_attn_func(q, k, v, **options, return_max_logits=True, split_size=256)
+    for name, x, y in zip(('out', 'lse', 'max_logits'), got, wanted, strict=True):
+        compare.check_equal(x, y, name)
+
+
 def test_parts_of_negative_zeros(kernels):
     """O of each part is -0: its first 128 keys have values of -0 and such large scores that the
     negative values of the others have a weight of 0.
