@@ -46,8 +46,11 @@ REACHING = {'dq': ('s.q', 's.k', 'dp.do', 'dp.v', 'ds', 'dq.k'),
 LOSS = {E4M3: 0.0265, E5M2: 0.0527, BF16: 0.0017}
 LAST_STEPS = 50
 STEPS = {'cuda': 1000, 'cpu': 0}
-# Options of the example: its own, and a wider model.
-MODELS = {'small': '', 'wide': '--head-dim 128 --d-model 512 --layers 4 --batch 8'}
+# Options of the example, 1024 bytes a sequence on a GPU, and what attends; others are compared with
+# the first.
+BOTH = 'bf16', 'all in FP8'
+MODELS = {'small': ('--batch 8', BOTH),
+          'wide': ('--batch 8 --head-dim 128 --d-model 512 --layers 4', (*BOTH, 'FP8 forward'))}
 QUICK = {'small': '--layers 1 --d-model 32 --head-dim 16 --seqlen 32 --batch 2',
          'wide': '--layers 1 --d-model 64 --head-dim 32 --seqlen 32 --batch 2'}
 
@@ -178,22 +181,20 @@ def attention_of(method: Method) -> train_gpt.Attention:
 
 
 def contenders() -> dict[str, train_gpt.Attention]:
-    """The first is what the others are compared with."""
     return {'bf16': train_gpt.sdpa_attention, 'all in FP8': attention_of(in_fp8()),
             'FP8 forward': attention_of(gradients_in_bf16()["FP8 forward, 'rounded'"])}
 
 
 def train(name: str, args: argparse.Namespace, text: Tensor) -> Iterator[dict]:
     """One dict a contender: its name, the loss, the difference from the first, the seconds."""
-    words = (QUICK if args.quick else MODELS)[name].split()
-    options = train_gpt.parse([*words, '--steps', str(args.steps), '--device', args.device])
-    first = None
-    for contender, attend in contenders().items():
-        if name == 'small' and contender == 'FP8 forward' and not args.quick:
-            continue
+    words, names = MODELS[name]
+    options = train_gpt.parse([*(QUICK[name] if args.quick else words).split(), '--steps',
+                               str(args.steps), '--device', args.device])
+    first, attentions = None, contenders()
+    for contender in names:
         start = time.perf_counter()
-        losses = torch.stack(list(train_gpt.training(attend, text, options))).tolist()
-        loss = statistics.fmean(losses[-LAST_STEPS:])
+        losses = list(train_gpt.training(attentions[contender], text, options))
+        loss = torch.stack(losses[-LAST_STEPS:]).mean().item()
         first = first or loss
         yield dict(name=contender, loss=loss, difference=loss / first - 1,
                    seconds=time.perf_counter() - start)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (ab, bench_backward, bench_forward, bench_fp8, bench_generate, bench_kvcache,
-                        bench_masks, bench_quantize, bench_ring, fp8_accuracy, harness, memory,
-                        plot_peers, shapes, training)
+from benchmarks import (ab, bench_backward, bench_forward, bench_fp8,
+                        bench_generate, bench_kvcache, bench_masks, bench_quantize, bench_ring,
+                        fp8_accuracy, fp8_backward, harness, memory, plot_peers, shapes, training)
 from flash_attn3 import bench
 from flash_attn3.bench import Shape
 from tools.labs import fp8_long, sustained
@@ -34,8 +34,8 @@ def is_plot(path: Path) -> bool:
 
 @pytest.mark.parametrize('script, options', [
     (bench_forward, TURNS), (bench_backward, TURNS), (bench_fp8, TURNS), (bench_quantize, TURNS),
-    (bench_kvcache, TURNS), (bench_masks, TURNS), (memory, ''), (fp8_accuracy, ''),
-    (training, 'losses --seeds 1 --fp8'),
+    (bench_kvcache, TURNS), (bench_masks, TURNS), (memory, ''),
+    (fp8_accuracy, ''), (fp8_backward, ''), (training, 'losses --seeds 1 --fp8'),
     (training, 'speed --rounds 1 --turn-steps 1'), (bench_ring, '--rounds 1 --seqlens 32'),
     (bench_generate, ''),
     (sustained, f'{TURNS} --seconds 0.01'), (fp8_long, '')])

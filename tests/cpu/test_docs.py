@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = tables.pages()
 FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_party', 'examples',
            'docs', 'tools')
-MOST_WORDS, MOST_RESULTS = 21_400, 40
+MOST_WORDS, MOST_RESULTS = 21_750, 40
 BARRIERS = ROOT / 'csrc/device/barriers.h'
 KERNELS = [path.parent for path in sorted((ROOT / 'csrc').glob('*/storage.h'))]    # with mbarriers
 each_page = pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
