@@ -14,13 +14,17 @@ struct CombineCall {
   TensorMeta out;          // (batch, rows, heads, head_dim) float32, float16 or bfloat16
 };
 
-// Parts that are separate tensors: the first ones, at least two.
+// Parts that are separate tensors: the first ones, at least two. The first of them may be the first
+// of `stacked` parts, which lie at equal distances.
 struct MergeCall {
   static constexpr int kMost = 4;
   TensorMeta out;  // (batch, rows, heads, head_dim) or (rows, heads, head_dim), 16 bits
   // As out; or the rows of the whole batch in one entry, or without a batch.
   std::optional<TensorMeta> part[kMost];
   std::optional<TensorMeta> lse[kMost];  // (batch, heads, rows) or (heads, rows), float32
+  int stacked = 1;
+  int64_t part_stride = 0;
+  int64_t lse_part_stride = 0;
 
   int parts() const;
 };

@@ -118,7 +118,8 @@ CUTE_DEVICE void store_columns(CombineParams const& p, CombineRow const& row,
   }
 }
 
-// The addresses of a row in each part. The parts of a stack are equally far apart.
+// The addresses of a row in each part. The parts of a stack are equally far apart. kIsStack: there
+// are no others.
 template <class Element, bool kIsStack>
 struct PartRows {
   static constexpr bool kIsOneTensor = kIsStack;
@@ -132,26 +133,22 @@ struct PartRows {
       : p(p_), row(row_), first(data_of(p_.source[0])), first_lse(lse_of(p_.source[0])) {}
 
   CUTE_DEVICE Element const* data(int part) const {
-    if constexpr (kIsStack) {
-      return first + part * p.part_stride;
-    } else {
-      return data_of(p.source[part]);
-    }
+    return is_stacked(part) ? first + part * p.part_stride : data_of(p.source[source_of(part)]);
   }
 
   CUTE_DEVICE float lse(int part) const {
-    if constexpr (kIsStack) {
-      return __ldg(first_lse + part * p.lse_part_stride);
-    } else {
-      return __ldg(lse_of(p.source[part]));
-    }
+    return __ldg(is_stacked(part) ? first_lse + part * p.lse_part_stride
+                                  : lse_of(p.source[source_of(part)]));
   }
 
   CUTE_DEVICE int64_t column_stride(int part) const {
-    return p.source[kIsStack ? 0 : part].stride[3];
+    return p.source[is_stacked(part) ? 0 : source_of(part)].stride[3];
   }
 
  private:
+  CUTE_DEVICE bool is_stacked(int part) const { return kIsStack || part < p.stacked; }
+  CUTE_DEVICE int source_of(int part) const { return part - p.stacked + 1; }
+
   CUTE_DEVICE Element const* data_of(CombineSource const& source) const {
     return static_cast<Element const*>(source.data) + row.batch * source.stride[0] +
            row.row * source.stride[1] + row.head * source.stride[2];

@@ -20,8 +20,10 @@ struct CombineSource {
 };
 
 struct CombineParams {
-  CombineSource source[kMostMergedParts];  // one part each, or source[0] holds all parts
+  // One part each, but the first may hold `stacked` parts; with is_stack it holds all.
+  CombineSource source[kMostMergedParts];
   bool is_stack = true;
+  int stacked = 1;
   int64_t part_stride = 0;  // between the parts of one tensor
   int64_t lse_part_stride = 0;
   Dtype dtype = Dtype::kFloat32;  // the parts' dtype; separate tensors are never float32

@@ -81,9 +81,12 @@ CombineParams params_of(MergeCall const& call) {
   set_output(params, out);
   params.is_stack = false;
   params.dtype = out.dtype;
-  params.parts = call.parts();
+  params.parts = call.parts() + call.stacked - 1;
+  params.stacked = call.stacked;
+  params.part_stride = call.part_stride;
+  params.lse_part_stride = call.lse_part_stride;
   params.is_vector = has_vectors(out);
-  for (int i = 0; i < params.parts; ++i) {
+  for (int i = 0; i < call.parts(); ++i) {
     TensorMeta const part = rows_like(*call.part[i], out);
     params.source[i] = source_of(part, lse_like(*call.lse[i], out));
     params.is_vector = params.is_vector && has_vectors(part);

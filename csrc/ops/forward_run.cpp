@@ -108,6 +108,14 @@ void make_one_sequence(char const* op, OwnedTensor& tensor, TensorMeta& meta) {
   }
 }
 
+// The first part is one of `count`, the entries of a batch.
+void stack_parts(MergeCall& merge, int count) {
+  merge.stacked = count;
+  merge.part_stride = merge.part[0]->stride[0];
+  merge.lse_part_stride = merge.lse[0]->stride[0];
+  merge.part[0]->size[0] = merge.lse[0]->size[0] = 1;
+}
+
 }  // namespace
 
 OwnedTensor allocate_out(AttentionCall const& call) {
@@ -137,7 +145,9 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
   own.fp8.float16_out = out_dtype_of(call) == Dtype::kFloat16;
   own.out = std::nullopt;
   own.splits.return_lse = true;
-  AttentionCall const shared = call_of_prefix(own, as_one_sequence(call.q));
+  TensorMeta const queries = as_one_sequence(call.q);
+  int const shared_parts = prefix_parts(own, queries);
+  AttentionCall const shared = call_of_prefix(own, queries, shared_parts);
   auto& [results, unread_lse, merge] = parts_.emplace();
   merge.out = with_batch(describe(results_.out));
   // WHY shared keys first: decode CTAs start on own keys as soon as an SM is free (is_second). 64
@@ -147,6 +157,9 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
     merge.part[i] = describe(results[i].out);
     merge.lse[i] = describe(results[i].lse);
+    if (i == 0 && shared_parts > 1) {
+      stack_parts(merge, shared_parts);
+    }
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
   if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {

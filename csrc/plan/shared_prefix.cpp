@@ -12,9 +12,82 @@ void keep_first(std::optional<TensorMeta>& meta) {
   }
 }
 
+// The first row for each of `count` sequences.
+void repeat_first(TensorMeta& meta, int count) {
+  meta.size[0] = count;
+  meta.stride[0] = 0;
+}
+
+// Scales of pages or of single keys.
+bool has_scales_of_keys(AttentionCall const& call) {
+  bool found = call.by_page.descale_by_page;
+  ScaleArguments scales = call.scales;
+  scales.visit([&](char const*, std::optional<TensorMeta> const& scale) {
+    found = found || (scale && scale->rank == 3);
+  });
+  return found;
+}
+
+// Splits the shared keys into parts of whole pages, as sequences.
+void split_keys(AttentionCall& shared, int parts) {
+  int64_t const keys = shared.cache.cache_length / parts;
+  shared.cache.cache_length = keys;
+  shared.splits.num_splits = 1;
+  repeat_first(shared.q, parts);
+  if (auto& table = shared.cache.page_table) {
+    int64_t const pages = keys / shared.k.size[1];
+    table->size[0] = parts;
+    table->size[1] = pages;
+    table->stride[0] = pages * table->stride[1];
+  } else {
+    for (TensorMeta* const meta : {&shared.k, &shared.v}) {
+      meta->size[0] = parts;
+      meta->size[1] = keys;
+      meta->stride[0] = keys * meta->stride[1];
+    }
+  }
+  shared.scales.visit([&](char const*, std::optional<TensorMeta>& scale) {
+    if (scale) {
+      repeat_first(*scale, parts);
+    }
+  });
+}
+
 }  // namespace
 
-AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
+// WHY parts that are merged with the own keys: where a launch splits the keys itself, the last CTA
+// of a tile combines its parts. 64 sequences, 64 and 8 heads, 32k shared keys: 189 us, 179 by
+// parts; 8 heads and one, 8k: 46.6, 44.8 (H200, 2026-11-28).
+int prefix_parts(AttentionCall const& call, TensorMeta const& q) {
+  constexpr int kTileRows = 128;
+  constexpr int kFewRows = 32;  // of a KV head: a decode kernel splits the keys
+  constexpr int kMostParts = 64;
+  constexpr int kLeastKeys = 256;
+  constexpr int kKeysOfTile = 400;     // the time of a tile besides its keys
+  constexpr int kKeysOfSplits = 3000;  // that of a launch that splits them itself
+  int64_t const unit = call.is_paged() ? call.k.size[1] : kTileRows;
+  int64_t const keys = call.prefix.shared_prefix;
+  int64_t const rows = q.size[1] * (q.size[2] / call.k.size[2]);
+  bool const is_free = call.splits.num_splits == 0 && call.execution.split_size == 0;
+  if (!is_free || rows <= kFewRows || call.latent.qv || call.cache.cache_batch_idx ||
+      has_scales_of_keys(call) || keys % unit != 0) {
+    return 1;
+  }
+  int64_t const tiles = call.k.size[2] * ceil_div(rows, int64_t(kTileRows));
+  int64_t const ctas = max_of(1, call.device.sm_count - call.execution.sm_margin);
+  int64_t least = tiles * keys / ctas + kKeysOfSplits;
+  int best = 1;
+  for (int parts = 2; parts <= kMostParts && keys / parts >= kLeastKeys; ++parts) {
+    int64_t const cost = ceil_div(tiles * parts, ctas) * (keys / parts + kKeysOfTile);
+    if (keys / unit % parts == 0 && cost < least) {
+      least = cost;
+      best = parts;
+    }
+  }
+  return best;
+}
+
+AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q, int parts) {
   AttentionCall shared = call;
   shared.q = q;
   shared.latent.visit([](char const*, std::optional<TensorMeta>& queries) {
@@ -43,6 +116,9 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
       keep_first(scale);
     }
   });
+  if (parts > 1) {
+    split_keys(shared, parts);
+  }
   return shared;
 }
 

@@ -28,8 +28,13 @@ inline TensorMeta as_one_sequence(TensorMeta const& queries) {
   return meta;
 }
 
+// Into how many equal parts the shared keys are split, so that a launch has a tile of queries on a
+// part for about each multiprocessor. 1: the launch splits them itself. q: of as_one_sequence().
+int prefix_parts(AttentionCall const& call, TensorMeta const& q);
+
 // The call of all queries on the shared keys: they see all of them, whatever the mask. q: of
-// as_one_sequence(). Scales and keys of sequences are those of the first.
-AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q);
+// as_one_sequence(). Scales and keys of sequences are those of the first. parts: of
+// prefix_parts(), each as a sequence with the same queries.
+AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q, int parts = 1);
 
 }  // namespace fa3

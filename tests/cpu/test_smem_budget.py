@@ -77,7 +77,8 @@ def test_small_data_is_small(variant):
     if variant['dtype'] == E4M3:
         scales = 4 * 64 * variant['q_stages'] * variant['consumer_warpgroups']
     if variant.get('swapped'):
-        scales = 64 * (20 + 8 * 4) + 28 * variant['threads'] + 4 * variant['tile_n'] * variant['stages']
+        rows = 64 * (20 + 8 * 4) + 28 * variant['threads']
+        scales = rows + 4 * variant['tile_n'] * variant['stages']
     elif is_latent(variant):    # scales of 4 groups of columns of a key
         scales = 1024 + 16 * variant['tile_n'] * (variant['raw_stages'] > 0)
     elif variant.get('converter_registers'):
