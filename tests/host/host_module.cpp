@@ -21,6 +21,7 @@
 #include "cache_bindings.h"
 #include "core_bindings.h"
 #include "layouts.h"
+#include "prefix_bindings.h"
 #include "quantize_layouts.h"
 
 namespace py = pybind11;
@@ -384,6 +385,7 @@ PYBIND11_MODULE(_host, m) {
   fa3::host::bind_masks(m);
   fa3::host::bind_problems(m);
   fa3::host::bind_cache(m);
+  fa3::host::bind_prefix(m);
   fa3::host::bind_append(m);
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);
