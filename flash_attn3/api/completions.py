@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from flash_attn3.api.interface import flash_attn_varlen_func
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.ops import checks, dtensors, library
+from flash_attn3.ops.dense_and_varlen import LAYOUTS
 from flash_attn3.ops.mask_shapes import completion_intervals
 
 _OP = 'flash_attn_completions_func'
@@ -56,7 +57,11 @@ def flash_attn_completions_func(
             _OP, 'no softcap for gradients on a GPU', str(softcap),
             'flash_attn_varlen_func on the prompt, and on each completion with a copy of the '
             "prompt's keys and values before its own"))
-    rows = q.size(-3) if q.dim() >= 3 else 0
+    checks.check_rank(_OP, 'q', q, LAYOUTS[3], 3)
+    rows = q.size(0)
+    if k.dim() == 3 and k.size(0) != rows:
+        raise RuntimeError(checks.error(_OP, f'k and v to have as many rows as q, {rows}',
+                                        str(k.size(0))))
     intervals = completion_intervals(cu_seqlens, cu_trees, rows)
     # One packed sequence, so that no row after the last segment is read.
     ends = F.pad(cu_seqlens[-1:].clamp(0, rows), (1, 0))

@@ -403,8 +403,10 @@ class AttentionMask:
         """What make() returned in the first call with this key. x: on the device of the tensors.
 
         A graph of torch.compile has what eager calls have kept, or makes it. WHY it keeps nothing:
-        its tensors may be memory of a CUDA graph.
+        its tensors may be memory of a CUDA graph. Nor do calls of fake tensors keep any.
         """
+        if checks.has_no_data(x) and not is_compiling():
+            return make()
         if is_compiling():
             # Looking up makes a graph of its own for each size, which an empty dict does not need.
             kept = self._kept.get(key) if self._kept and not layout.is_packed else None

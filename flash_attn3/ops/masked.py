@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import (checks, dense_and_varlen, derivatives, fp8, library, mask_lists,
-                             splits)
+from flash_attn3.ops import (checks, dense_and_varlen, derivatives, fp8, invariance, library,
+                             mask_lists, splits)
 from flash_attn3.ops.autograd import general_attention
 from flash_attn3.ops.dense_and_varlen import General, MaskTensors, rank_of
 from flash_attn3.ops.fp8 import EightBit
@@ -39,7 +39,8 @@ def problem_text(call: Call, num_splits: int) -> str:
             return checks.error(call.op, f'no {name} with mask', name,
                                 'the mask says all that a query sees')
     name = splits.asked_for_parts(call, num_splits)
-    return name and checks.error(call.op, f'no {name} with mask', name)
+    return name and checks.error(call.op, f'no {name} with mask', name,
+                                 invariance.HINT if invariance.OPEN else '')
 
 
 def gradient_text(op: str, softcap: float) -> str:

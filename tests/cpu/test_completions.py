@@ -3,6 +3,7 @@ that is written out here, the same as with copies of the prompt, every error.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given as drawn_from, strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck
 
 from flash_attn3 import AttentionMask, flash_attn_completions_func, flash_attn_func
@@ -241,6 +243,18 @@ def test_compiled():
     torch.testing.assert_close(run(CASE, tensors, compiled), run(CASE, tensors))
 
 
+@pytest.mark.parametrize('device', ['cpu', 'cuda', 'meta'])
+def test_fakes(device):
+    """Shapes and dtypes without data: also of a GPU that is not there."""
+    with contextlib.nullcontext() if device == 'meta' else FakeTensorMode():
+        q, k, v = (torch.empty(20, heads, dim, dtype=torch.bfloat16, device=device)
+                   for heads, dim in ((4, 8), (2, 8), (2, 6)))
+        lists = [torch.empty(size, dtype=torch.int32, device=device) for size in (12, 6)]
+        out, lse = flash_attn_completions_func(q, k, v, *lists, return_attn_probs=True)
+    assert out.shape == (20, 4, 6) and out.dtype == torch.bfloat16 and out.device.type == device
+    assert lse.shape == (4, 20) and lse.dtype == torch.float32 and lse.device.type == device
+
+
 # ------------------------------------------------------------------------------------------- errors
 def good(**changes) -> dict:
     tensors = CASE.tensors('cpu')
@@ -261,9 +275,10 @@ BAD = {
     'empty list': (dict(cu_trees=ints([])), f'{OWN}cu_trees {LIST}'),
     'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{OWN}cu_trees on cpu, got 6 on meta'),
     'rows of k': (dict(k=SMALL['k'][3:], v=SMALL['v'][3:]),
-                  f'{FWD}cu_seqlens_k[1], the end of sequence 0, to be from 0, its start, to 17'),
+                  f'{HINT}k and v to have as many rows as q, 20, got 17'),
     'rows of v': (dict(v=SMALL['v'][1:]), f'{FWD}v'),
-    'rank': (dict(q=SMALL['q'][None]), f'{FWD}q to have the shape'),
+    'rank': (dict(q=SMALL['q'][None]), f'{HINT}q to have the shape'),
+    'rank of k': (dict(k=SMALL['k'][None]), f'{FWD}k to have the shape'),
     'heads': (dict(q=SMALL['q'][:, :3]), f'{FWD}the heads of q'),
     'dtype': (dict(v=SMALL['v'].float()), f'{FWD}v.dtype to be that of q'),
     'first start': (dict(cu_seqlens=SMALL['cu_seqlens'] + 1), f'{OWN}cu_seqlens[0] to be 0, got 1'),

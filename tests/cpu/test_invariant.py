@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn3
-from flash_attn3 import (can_use, explain, flash_attn_fp8_func, flash_attn_func,
+from flash_attn3 import (AttentionMask, can_use, explain, flash_attn_fp8_func, flash_attn_func,
                          flash_attn_qkvpacked_func, flash_attn_varlen_func,
                          flash_attn_with_kvcache, invariant)
 from flash_attn3.api import interface, kvcache
@@ -165,6 +165,8 @@ def test_gradients_and_checkpoints(sizes):
 @pytest.mark.parametrize('call,text', [
     (lambda: flash_attn_func(*tensors(dtype=E4M3)), 'split_size of 0 with float8_e4m3fn'),
     (lambda: flash_attn_fp8_func(*tensors(dtype=torch.bfloat16)), 'flash_attn_fp8_func: .*no quan'),
+    (lambda: flash_attn_func(*tensors(), mask=AttentionMask.documents(STARTS[:2], 9)),
+     'no split_size with mask'),
 ])
 def test_what_cannot_be_promised_is_refused(call, text):
     call()
