@@ -1,5 +1,5 @@
-"""plan/shared_prefix.cpp: the launch on shared keys. Its parts are sequences whose queries, pages and
-keys are compared by address with those of the call.
+"""plan/shared_prefix.cpp: the launch on shared keys. Its parts are sequences; the strides of their
+queries, pages, keys and scales are compared with those of the call.
 """
 from __future__ import annotations
 
