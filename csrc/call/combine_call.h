@@ -27,6 +27,16 @@ struct MergeCall {
   int64_t lse_part_stride = 0;
 
   int parts() const;
+
+  // The first parts are `count` entries of a batch.
+  void set_first(TensorMeta entries, TensorMeta lses, int count) {
+    stacked = count;
+    part_stride = entries.stride[0];
+    lse_part_stride = lses.stride[0];
+    entries.size[0] = lses.size[0] = 1;
+    part[0] = entries;
+    lse[0] = lses;
+  }
 };
 
 // A part as (batch, rows, heads, head_dim) and its LSE as (batch, rows, heads), with the sizes of

@@ -108,14 +108,6 @@ void make_one_sequence(char const* op, OwnedTensor& tensor, TensorMeta& meta) {
   }
 }
 
-// The first part is one of `count`, the entries of a batch.
-void stack_parts(MergeCall& merge, int count) {
-  merge.stacked = count;
-  merge.part_stride = merge.part[0]->stride[0];
-  merge.lse_part_stride = merge.lse[0]->stride[0];
-  merge.part[0]->size[0] = merge.lse[0]->size[0] = 1;
-}
-
 }  // namespace
 
 OwnedTensor allocate_out(AttentionCall const& call) {
@@ -155,16 +147,14 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
   for (int i = 0; i < 2; ++i) {
     AttentionCall const& part = i == 0 ? shared : own;
     results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
-    merge.part[i] = describe(results[i].out);
-    merge.lse[i] = describe(results[i].lse);
-    if (i == 0 && shared_parts > 1) {
-      stack_parts(merge, shared_parts);
-    }
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
   if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
     last.params.problem.cache.is_second = true;
   }
+  merge.set_first(describe(results[0].out), describe(results[0].lse), shared_parts);
+  merge.part[1] = describe(results[1].out);
+  merge.lse[1] = describe(results[1].lse);
   throw_if(check_merge(merge));
   unread_lse = call.splits.return_lse ? nullptr : allocate_rows(call.op(), call.q);
 }

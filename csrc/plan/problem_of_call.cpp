@@ -160,4 +160,10 @@ FwdProblem problem_of(AttentionCall const& call) {
   return problem;
 }
 
+bool splits_freely(AttentionCall const& call) {
+  return call.splits.num_splits == 0 && call.execution.split_size == 0;
+}
+
+void forbid_splits(AttentionCall& call) { call.splits.num_splits = 1; }
+
 }  // namespace fa3

@@ -9,4 +9,10 @@ namespace fa3 {
 // Describes a call that has passed its checks.
 FwdProblem problem_of(AttentionCall const& call);
 
+// Whether the planner alone decides into how many parts the keys are split.
+bool splits_freely(AttentionCall const& call);
+
+// The keys are not split.
+void forbid_splits(AttentionCall& call);
+
 }  // namespace fa3

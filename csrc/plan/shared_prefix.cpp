@@ -32,7 +32,7 @@ bool has_scales_of_keys(AttentionCall const& call) {
 void split_keys(AttentionCall& shared, int parts) {
   int64_t const keys = shared.cache.cache_length / parts;
   shared.cache.cache_length = keys;
-  shared.splits.num_splits = 1;
+  forbid_splits(shared);
   repeat_first(shared.q, parts);
   if (auto& table = shared.cache.page_table) {
     int64_t const pages = keys / shared.k.size[1];
@@ -68,9 +68,8 @@ int prefix_parts(AttentionCall const& call, TensorMeta const& q) {
   int64_t const unit = call.is_paged() ? call.k.size[1] : kTileRows;
   int64_t const keys = call.prefix.shared_prefix;
   int64_t const rows = q.size[1] * (q.size[2] / call.k.size[2]);
-  bool const is_free = call.splits.num_splits == 0 && call.execution.split_size == 0;
-  if (!is_free || rows <= kFewRows || call.latent.qv || call.cache.cache_batch_idx ||
-      has_scales_of_keys(call) || keys % unit != 0) {
+  if (!splits_freely(call) || rows <= kFewRows || call.has_latents() ||
+      call.cache.cache_batch_idx || has_scales_of_keys(call) || keys % unit != 0) {
     return 1;
   }
   int64_t const tiles = call.k.size[2] * ceil_div(rows, int64_t(kTileRows));

@@ -64,6 +64,11 @@ def keys_of_cta(plan):
     return TILE_OF[plan['name']]['tile_n']
 
 
+def first_key(plan, rank):
+    """Of a CTA in the tile of its cluster."""
+    return 0 if plan['column_ctas'] > 1 else rank * keys_of_cta(plan)
+
+
 def clusters_of(plan, ctas):
     """The CTAs of every cluster, in the order of their ranks."""
     size = plan['cluster_size']
@@ -92,8 +97,7 @@ def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm
         assert lengths == (seqlen_q, seqlen_k)
         assert queries == _host.query_range(tile_begin, seqlen_q, seqlen_k, tile_m, tile_n, mask)
         for rank, (work, other_steps) in enumerate(cluster):
-            own_keys = 0 if plan['column_ctas'] > 1 else rank
-            key_begin = tile_begin + own_keys * keys_of_cta(plan)
+            key_begin = tile_begin + first_key(plan, rank)
             assert work == (kv_head, heads, key_begin, queries, lengths,
                             (entry, 0, 0, key_begin, 0))
             assert other_steps == steps

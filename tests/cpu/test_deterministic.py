@@ -114,8 +114,9 @@ def test_who_adds_to_a_block_of_dq(name):
         counts.update({adder: len(share) for adder, share in zip(adders, shares)})
         for rank, share in enumerate(shares if tile['cluster_size'] > 1 else ()):
             columns = range(share.start * tile['dq'].columns, share.stop * tile['dq'].columns)
-            first = 0 if rank == 0 else tile['head_dim'] - tile['other_columns']
-            assert set(columns) <= set(range(first, first + tile['other_columns']))
+            own = tile['other_columns'] or tile['head_dim'] // FACTS[name]['column_ctas']
+            first = 0 if rank == 0 else tile['head_dim'] - own
+            assert set(columns) <= set(range(first, first + own))
     assert len(set(counts.values())) == 1
 
 

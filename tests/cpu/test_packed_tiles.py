@@ -11,7 +11,7 @@ import pytest
 from tests.cpu.drawn import examples
 from tests.cpu.masks import NAMES, mask_of_kind
 from tests.cpu.packed import Batch, batches, nonsense
-from tests.cpu.test_backward_work import FACTS, clusters_of, each_packed, keys_of_cta, work_of
+from tests.cpu.test_backward_work import FACTS, clusters_of, each_packed, first_key, work_of
 from tests.cpu.test_plan import ceil_div
 from tests.host import _host
 
@@ -84,7 +84,7 @@ def test_every_tile_of_keys_has_one_cluster(name, batch, data, deterministic):
         for rank, (work, other_steps) in enumerate(cluster):
             _, _, key_begin, _, _, (entry, q_row, q_end, k_row, k_end) = work
             assert other_steps == steps and entry == ROWS_END
-            assert key_begin == tile_begin + rank * keys_of_cta(plan)
+            assert key_begin == tile_begin + first_key(plan, rank)
             assert q_row + len_q == k_row - key_begin + len_k == ROWS_END
         found[kv_head, tile_begin, q_end, len_q, k_end, len_k] += 1
     without_queries = [((q_begin, 0), keys) for (q_begin, _), keys in unused(batch)]
