@@ -57,7 +57,9 @@ def flash_attn_completions_func(
             _OP, 'no softcap for gradients on a GPU', str(softcap),
             'flash_attn_varlen_func on the prompt, and on each completion with a copy of the '
             "prompt's keys and values before its own"))
-    checks.check_rank(_OP, 'q', q, LAYOUTS[3], 3)
+    if q.dim() != 3:
+        raise RuntimeError(checks.error(_OP, f'q to have the shape {LAYOUTS[3]}',
+                                        str(tuple(q.shape))))
     rows = q.size(0)
     if k.dim() == 3 and k.size(0) != rows:
         raise RuntimeError(checks.error(_OP, f'k and v to have as many rows as q, {rows}',
