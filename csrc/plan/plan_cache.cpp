@@ -58,8 +58,6 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
 }
 
-constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
-
 // A call with enough queries to fill a tile with one head does not pack heads, unless it asks for
 // it. Packed / not packed: 4 x 512 queries, 2048 keys, 8 heads and one KV head 62 us / 40; 2048
 // queries and keys, 32 and 8 heads 114 / 97; 2048 queries, 16k keys 814 / 854 (H200, 2026-11-27).

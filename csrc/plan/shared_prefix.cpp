@@ -1,5 +1,6 @@
 #include "plan/shared_prefix.h"
 
+#include "plan/plan_cache.h"
 #include "plan/problem_of_call.h"
 
 namespace fa3 {
@@ -55,20 +56,22 @@ void split_keys(AttentionCall& shared, int parts) {
 
 }  // namespace
 
-// WHY parts that are merged with the own keys: where a launch splits the keys itself, the last CTA
-// of a tile combines its parts. 64 sequences, 64 and 8 heads, 32k shared keys: 189 us, 179 by
-// parts; 8 heads and one, 8k: 46.6, 44.8 (H200, 2026-11-28).
+// WHY: the merge with the results of the own keys follows anyway and can add up these parts. A
+// launch that splits the keys itself combines them in the last CTA of each tile. Time of a call
+// with 64 sequences before and after (H200, 2026-11-28): 64 query heads, 8 KV heads and 32k shared
+// keys 189 and 179 us; 8 query heads, 1 KV head and 8k shared keys 46.6 and 44.8 us.
 int prefix_parts(AttentionCall const& call, TensorMeta const& q) {
   constexpr int kTileRows = 128;
-  constexpr int kFewRows = 32;  // of a KV head: a decode kernel splits the keys
   constexpr int kMostParts = 64;
   constexpr int kLeastKeys = 256;
-  constexpr int kKeysOfTile = 400;     // the time of a tile besides its keys
-  constexpr int kKeysOfSplits = 3000;  // that of a launch that splits them itself
+  // Estimated fixed costs, as the number of keys that take the same time: of a tile, and of a
+  // launch that splits the keys itself.
+  constexpr int kKeysOfTile = 400;
+  constexpr int kKeysOfSplits = 3000;
   int64_t const unit = call.is_paged() ? call.k.size[1] : kTileRows;
   int64_t const keys = call.prefix.shared_prefix;
   int64_t const rows = q.size[1] * (q.size[2] / call.k.size[2]);
-  if (!splits_freely(call) || rows <= kFewRows || call.has_latents() ||
+  if (!splits_freely(call) || rows <= kFastRows || call.has_latents() ||
       call.cache.cache_batch_idx || has_scales_of_keys(call) || keys % unit != 0) {
     return 1;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <stdexcept>
 #include <vector>
 
 #include "bwd_variants.h"
@@ -106,6 +107,8 @@ BackwardWork backward_work(BwdParams params) {
     case MaskKind::kInterval:
       add_work_of_ctas<WorkTraits<Config, kGeneralKernel>>(p, result);
       break;
+    case MaskKind::kLists:
+      throw std::invalid_argument("the work of lists follows from their tensors");
   }
   return result;
 }
