@@ -136,8 +136,9 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
     # done: out stays as it is, and the next call attends.
     ('keys_chosen', 'bool', False, 'choice'),
-    # The choice itself, for gradients: (total_q, 1 or heads_k, n) int32 blocks of rows of k; which
-    # of a list count, (total_q,); rows of a block. q_latent: qv. scale: of scores.
+    # The choice itself, for gradients. indices: (total_q, 1 or heads_k, n) int32, blocks of rows of
+    # k. index_counts: (total_q,), how many indices of each list are used. index_block: rows per
+    # block. q_latent: qv, or None. scale: the softmax scale.
     ('q_latent', 'Tensor?', REQUIRED, 'chosen'),
     ('indices', 'Tensor', REQUIRED, 'chosen'),
     ('index_counts', 'Tensor?', REQUIRED, 'chosen'),

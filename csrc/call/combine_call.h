@@ -14,8 +14,8 @@ struct CombineCall {
   TensorMeta out;          // (batch, rows, heads, head_dim) float32, float16 or bfloat16
 };
 
-// Parts that are separate tensors: the first ones, at least two. The first of them may be the first
-// of `stacked` parts, which lie at equal distances.
+// Parts in separate tensors, at least two. part[0] may stand for a stack of `stacked` parts;
+// part_stride and lse_part_stride are the distances between them.
 struct MergeCall {
   static constexpr int kMost = 4;
   TensorMeta out;  // (batch, rows, heads, head_dim) or (rows, heads, head_dim), 16 bits

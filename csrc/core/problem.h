@@ -230,7 +230,7 @@ struct BwdSchedule {
   int tile_n = 0;   // keys of a CTA, or of a cluster of them
   int m_tiles = 0;  // tiles along the queries: the steps of a CTA
   int n_tiles = 0;  // tiles along the keys
-  int works = 0;    // a tile of keys for each KV head and batch entry; packed: an upper bound
+  int works = 0;    // clusters' tiles of keys, over KV heads and batch; packed: an upper bound
   int grid = 0;     // CTAs; 0 without keys
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;

@@ -159,7 +159,7 @@ template <class Traits>
 struct ListedLimits {
   using Params = typename Traits::Params;
   static constexpr bool kHasBegin = false;
-  static constexpr int kScores = Traits::kTileN / 4;  // of a row
+  static constexpr int kScores = Traits::kTileN / 4;  // that a thread holds of a row
 
   Interval seen[2][2];  // by row; in scores of a row, from those of K tile 0 on
   int half;             // which half of the tile's queries the warpgroup has

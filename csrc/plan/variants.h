@@ -67,9 +67,9 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 // compute least: TMA fills the missing columns with zeros, which change neither scores
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
-// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: among the decode
-// kernels, of which those for e4m3 keys compute in fp16 for either dtype of queries, but for those
-// of latents.
+// promote: with FP8. converts: an e4m3 cache under 16-bit queries. decodes: search the decode
+// kernels. Those for e4m3 K and V compute in fp16, also for bf16 queries; those for e4m3 latents
+// compute in the dtype of the queries.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
                                           bool promote = false, bool converts = false,
                                           bool decodes = false, bool folds = false) {
