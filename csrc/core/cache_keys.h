@@ -23,6 +23,8 @@ struct CacheLengths {
   int const* new_starts = nullptr;  // where the appended keys of each begin, batch + 1
   int const* entry_of = nullptr;    // entry of a dense cache
   int held_by_all = 0;              // without `held`
+  int held_step = 0;                // without `held`: by how many keys a sequence has less than the
+                                    // one before, until they fit into the capacity
   int appended = 0;                 // without `new_starts`
   int first_slot = 0;               // without `leftpad`
   int capacity = 0;                 // slots of a sequence; packed k: all rows
@@ -69,7 +71,8 @@ FA3_HD CacheSequence cache_sequence(CacheLengths const& lengths, int b) {
     return s;
   }
   int const most = lengths.capacity;
-  int const held = lengths.held != nullptr ? read_now(lengths.held + b) : lengths.held_by_all;
+  int const held = lengths.held != nullptr ? read_now(lengths.held + b)
+                                           : lengths.held_by_all - b * lengths.held_step;
   int const appended = lengths.new_starts != nullptr
                            ? read_now(lengths.new_starts + b + 1) - read_now(lengths.new_starts + b)
                            : lengths.appended;
@@ -146,6 +149,10 @@ struct CacheLine {
   int tile_units = 0;   // even split: cost of a tile besides its K tiles
   KeySplits splits;
   SharedCall shared;
+  // A launch that starts while an earlier one still runs: the CTAs of a line that start at once,
+  // and how many units each computes before the others can start. 0: all start at once.
+  int early_ctas = 0;
+  int late_units = 0;
 
   CacheLine() = default;
 
@@ -244,6 +251,10 @@ struct CacheWalk {
       float const all = own + other_units * line.shared.other_cost;
       int const ctas = int(float(line.ctas.divisor) * (own / all));
       splits.per_cta = ceil_div(total, max_of(1, ctas));
+    }
+    if (kMayShare && line.early_ctas > 0) {  // the early CTAs alone, if they end sooner so
+      int const by_early = ceil_div(total, line.early_ctas);
+      splits.per_cta = by_early <= splits.per_cta + line.late_units ? by_early : splits.per_cta;
     }
     if (splits.is_even()) {
       splits.per_cta = max_of(splits.per_cta, ceil_of(total, line.most_parts));

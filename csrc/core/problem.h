@@ -80,6 +80,10 @@ struct CacheProblem {
   // This launch of a decode kernel starts while the launch before it in the same call still runs,
   // and ends after it (is_second in decode/traits.h).
   bool is_second = false;
+  // With is_second: the CTAs of the launch before it, and how many K tiles a CTA of this launch
+  // computes in the time of one of them, by estimate; at most 255 each.
+  uint8_t earlier_ctas = 0;
+  uint8_t earlier_k_tiles = 0;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
   // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences.
   int fewest_queries = 0;
@@ -154,6 +158,7 @@ struct CacheTensors {
   int held_by_all = 0;
   int appended = 0;
   int first_slot = 0;              // without `leftpad`
+  int held_step = 0;               // CacheLengths::held_step
   uint32_t const* tree = nullptr;  // (batch, seqlen_q) or (total_q) rows of kTreeWords
   int64_t tree_stride = 0;         // rows of a batch entry
   float* parts = nullptr;          // workspace: slots * rows * (head_dim_v of the kernel + 2)

@@ -154,6 +154,7 @@ inline CacheLengths cache_lengths(FwdParams const& p) {
   lengths.new_starts = p.cache.new_starts;
   lengths.entry_of = p.cache.entry_of;
   lengths.held_by_all = p.cache.held_by_all;
+  lengths.held_step = p.cache.held_step;
   lengths.appended = p.cache.appended;
   lengths.first_slot = p.cache.first_slot;
   lengths.capacity = p.problem.cache.capacity;
@@ -181,6 +182,11 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.line.weight_log2 = schedule.weight_log2;
   d.line.tile_units = schedule.tile_units;
   d.line.splits = schedule.splits;
+  if (problem.cache.is_second && problem.cache.earlier_ctas > 0) {
+    int const free = p.schedule.grid - problem.cache.earlier_ctas;
+    d.line.early_ctas = max_of(0, free / schedule.lanes);
+    d.line.late_units = schedule.splits.units(problem.cache.earlier_k_tiles);
+  }
   d.line.shared =
       SharedCall{problem.cache.most_queries > 0,  problem.cache.fewest_queries,
                  problem.cache.most_queries,      FastDiv(problem.cache.other_positions),

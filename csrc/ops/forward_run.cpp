@@ -138,8 +138,8 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
   own.out = std::nullopt;
   own.splits.return_lse = true;
   TensorMeta const queries = as_one_sequence(call.q);
-  int const shared_parts = prefix_parts(own, queries);
-  AttentionCall const shared = call_of_prefix(own, queries, shared_parts);
+  PrefixParts const split = prefix_parts(own, queries);
+  AttentionCall const shared = call_of_prefix(own, queries, split);
   auto& [results, unread_lse, merge] = parts_.emplace();
   merge.out = with_batch(describe(results_.out));
   // WHY shared keys first: decode CTAs start on own keys as soon as an SM is free (is_second). 64
@@ -149,10 +149,18 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
-  if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
-    last.params.problem.cache.is_second = true;
+  if (split.count > 1) {
+    CacheTensors& keys = launches_[0]->params.cache;
+    keys.held_by_all = int(call.prefix.shared_prefix);
+    keys.held_step = int(split.keys);
   }
-  merge.set_first(describe(results[0].out), describe(results[0].lse), shared_parts);
+  if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
+    CacheProblem& cache = last.params.problem.cache;
+    cache.is_second = true;
+    cache.earlier_ctas = uint8_t(std::min(split.ctas, 255));
+    cache.earlier_k_tiles = uint8_t(std::min(split.own_k_tiles, 255));
+  }
+  merge.set_first(describe(results[0].out), describe(results[0].lse), split.count);
   merge.part[1] = describe(results[1].out);
   merge.lse[1] = describe(results[1].lse);
   throw_if(check_merge(merge));

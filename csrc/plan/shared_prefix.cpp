@@ -29,67 +29,112 @@ bool has_scales_of_keys(AttentionCall const& call) {
   return found;
 }
 
-// Splits the shared keys into parts of whole pages, as sequences.
-void split_keys(AttentionCall& shared, int parts) {
-  int64_t const keys = shared.cache.cache_length / parts;
-  shared.cache.cache_length = keys;
+// Makes each part of the shared keys a sequence.
+void split_keys(AttentionCall& shared, PrefixParts const& parts) {
+  shared.cache.cache_length = parts.keys;
   forbid_splits(shared);
-  repeat_first(shared.q, parts);
+  repeat_first(shared.q, parts.count);
   if (auto& table = shared.cache.page_table) {
-    int64_t const pages = keys / shared.k.size[1];
-    table->size[0] = parts;
+    int64_t const pages = parts.keys / shared.k.size[1];
+    table->size[0] = parts.count;
     table->size[1] = pages;
     table->stride[0] = pages * table->stride[1];
   } else {
     for (TensorMeta* const meta : {&shared.k, &shared.v}) {
-      meta->size[0] = parts;
-      meta->size[1] = keys;
-      meta->stride[0] = keys * meta->stride[1];
+      meta->size[0] = parts.count;
+      meta->size[1] = parts.keys;
+      meta->stride[0] = parts.keys * meta->stride[1];
     }
   }
   shared.scales.visit([&](char const*, std::optional<TensorMeta>& scale) {
     if (scale) {
-      repeat_first(*scale, parts);
+      repeat_first(*scale, parts.count);
     }
   });
 }
 
+// Estimated times on all CTAs of the GPU, in keys of a tile of 128 rows (at head dim 128 one takes
+// 12 ns; H200, 2026-11-29).
+struct PrefixTimes {
+  static constexpr int kTileRows = 128;
+  static constexpr int kStart = 1400;    // of a tile besides its keys
+  static constexpr int kSplit = 3000;    // if a launch splits the keys itself
+  static constexpr int kPart = 60;       // the merge of one more part
+  static constexpr int kSmallPage = 64;  // below, keys take kSmallPagePercent of the time
+  static constexpr int kSmallPagePercent = 160;
+  static constexpr int kOwnStart = 700;  // of the launch on own keys
+  static constexpr int kOwnKTile = 200;  // of a sequence and KV head in it
+  static constexpr int kOwnKTileKeys = 128;
+  static constexpr int kUsualOwnKeys = 384;  // of a sequence; the host does not know more
+
+  int64_t ctas;
+  int64_t keys;   // shared, those of small pages as more
+  int64_t tiles;  // of the rows of all queries
+  int64_t own;    // time of all own keys on one CTA
+  bool is_early;  // own keys are computed by the CTAs that shared ones leave free
+
+  int64_t whole() const { return tiles * keys / ctas + kSplit + own / ctas + kOwnStart; }
+
+  int64_t shared(PrefixParts const& parts) const {
+    return ceil_div(tiles * parts.count, ctas) * (keys / parts.count + kStart);
+  }
+
+  int64_t in_parts(PrefixParts const& parts) const {
+    int64_t const first = shared(parts);
+    int64_t const free = ctas - tiles * parts.count;
+    int64_t time = first + own / ctas + kOwnStart;
+    if (is_early && free > 0) {
+      time = min_of(time, max_of(first, own / free + kOwnStart));
+    }
+    return time + parts.count * kPart;
+  }
+};
+
 }  // namespace
 
 // WHY: the merge with the results of the own keys follows anyway and can add up these parts. A
-// launch that splits the keys itself combines them in the last CTA of each tile. Time of a call
-// with 64 sequences before and after (H200, 2026-11-28): 64 query heads, 8 KV heads and 32k shared
-// keys 189 and 179 us; 8 query heads, 1 KV head and 8k shared keys 46.6 and 44.8 us.
-int prefix_parts(AttentionCall const& call, TensorMeta const& q) {
-  constexpr int kTileRows = 128;
+// launch that splits the keys itself combines them in the last CTA of each tile. Own keys are
+// computed at the same time by the CTAs that the parts leave free (CacheLine::early_ctas). 64
+// sequences with 128 to 512 own keys, one launch after the other / like this (H200, 2026-11-29): 32
+// / 8 heads and 8k shared keys 88 / 64 us, 32k 129 / 114, 8 / 1 heads 45 / 34 and 59 / 49.
+PrefixParts prefix_parts(AttentionCall const& call, TensorMeta const& q) {
   constexpr int kMostParts = 64;
   constexpr int kLeastKeys = 256;
-  // Estimated fixed costs, as the number of keys that take the same time: of a tile, and of a
-  // launch that splits the keys itself.
-  constexpr int kKeysOfTile = 400;
-  constexpr int kKeysOfSplits = 3000;
-  int64_t const unit = call.is_paged() ? call.k.size[1] : kTileRows;
+  int64_t const unit = call.is_paged() ? call.k.size[1] : PrefixTimes::kTileRows;
   int64_t const keys = call.prefix.shared_prefix;
-  int64_t const rows = q.size[1] * (q.size[2] / call.k.size[2]);
+  int64_t const group = q.size[2] / call.k.size[2];
+  int64_t const rows = q.size[1] * group;
+  PrefixParts best;
   if (!splits_freely(call) || rows <= kFastRows || call.has_latents() ||
       call.cache.cache_batch_idx || has_scales_of_keys(call) || keys % unit != 0) {
-    return 1;
+    return best;
   }
-  int64_t const tiles = call.k.size[2] * ceil_div(rows, int64_t(kTileRows));
+  int64_t const tiles = call.k.size[2] * ceil_div(rows, int64_t(PrefixTimes::kTileRows));
   int64_t const ctas = max_of(1, call.device.sm_count - call.execution.sm_margin);
-  int64_t least = tiles * keys / ctas + kKeysOfSplits;
-  int best = 1;
-  for (int parts = 2; parts <= kMostParts && keys / parts >= kLeastKeys; ++parts) {
-    int64_t const cost = ceil_div(tiles * parts, ctas) * (keys / parts + kKeysOfTile);
-    if (keys / unit % parts == 0 && cost < least) {
-      least = cost;
+  int64_t const own_keys = min_of(capacity_of(call) - keys, int64_t(PrefixTimes::kUsualOwnKeys));
+  int64_t const own_k_tiles =
+      call.batch() * call.k.size[2] * ceil_div(own_keys, int64_t(PrefixTimes::kOwnKTileKeys));
+  bool const has_small_pages = call.is_paged() && call.k.size[1] < PrefixTimes::kSmallPage;
+  int64_t const percent = has_small_pages ? PrefixTimes::kSmallPagePercent : 100;
+  PrefixTimes const times{
+      ctas, keys * percent / 100, tiles, own_k_tiles * PrefixTimes::kOwnKTile,
+      call.execution.sm_margin == 0 && problem_of(call).seqlen_q * group <= kFastRows};
+  int64_t least = times.whole();
+  for (int count = 2; count <= kMostParts && keys / count >= kLeastKeys; ++count) {
+    int64_t const part_keys = ceil_div(keys / unit, int64_t(count)) * unit;
+    PrefixParts const parts{int(ceil_div(keys, part_keys)), part_keys};
+    if (parts.count > 1 && times.in_parts(parts) < least) {
+      least = times.in_parts(parts);
       best = parts;
+      best.ctas = int(min_of(tiles * parts.count, ctas));
+      best.own_k_tiles = int(times.shared(parts) / PrefixTimes::kOwnKTile);
     }
   }
   return best;
 }
 
-AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q, int parts) {
+AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q,
+                             PrefixParts const& parts) {
   AttentionCall shared = call;
   shared.q = q;
   shared.latent.visit([](char const*, std::optional<TensorMeta>& queries) {
@@ -118,7 +163,7 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q, int
       keep_first(scale);
     }
   });
-  if (parts > 1) {
+  if (parts.count > 1) {
     split_keys(shared, parts);
   }
   return shared;

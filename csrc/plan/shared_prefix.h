@@ -28,13 +28,22 @@ inline TensorMeta as_one_sequence(TensorMeta const& queries) {
   return meta;
 }
 
-// Into how many equal parts the shared keys are split, so that a launch has a tile of queries on a
-// part for about each multiprocessor. 1: the launch splits them itself. q: of as_one_sequence().
-int prefix_parts(AttentionCall const& call, TensorMeta const& q);
+// How the launch on the shared keys is split.
+struct PrefixParts {
+  int count = 1;        // 1: the launch splits the keys itself
+  int64_t keys = 0;     // of each part but the last, which may have fewer
+  int ctas = 0;         // that compute the parts
+  int own_k_tiles = 0;  // of own keys that a CTA computes in that time, by estimate
+};
+
+// The parts that take the least time by estimate, together with the launch on own keys. q: of
+// as_one_sequence().
+PrefixParts prefix_parts(AttentionCall const& call, TensorMeta const& q);
 
 // The call of all queries on the shared keys: they see all of them, whatever the mask. q: of
-// as_one_sequence(). Scales and keys of sequences are those of the first. parts: of
-// prefix_parts(), each as a sequence with the same queries.
-AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q, int parts = 1);
+// as_one_sequence(). Scales and keys of sequences are those of the first. Each part is a sequence
+// with the same queries; CacheLengths::held_step gives the last one fewer keys.
+AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q,
+                             PrefixParts const& parts = {});
 
 }  // namespace fa3

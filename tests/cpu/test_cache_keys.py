@@ -51,7 +51,8 @@ class Lengths:
             row, keys = rows_of(get('cu_k'), get('used_k'), b, get('capacity'))
             return q_begin, queries, keys, 0, row, 0
         capacity = get('capacity')
-        held = get('held_by_all', 0) if get('held') is None else get('held')[b]
+        held = get('held_by_all', 0) - b * get('held_step', 0)
+        held = held if get('held') is None else get('held')[b]
         starts = get('new_starts')
         new = get('appended', 0) if starts is None else starts[b + 1] - starts[b]
         end = min(capacity, clamp(held, 0, capacity) + clamp(new, 0, capacity))
@@ -99,6 +100,7 @@ def all_lengths(draw, is_nonsense=False, most_keys=700):
     slot = wild if is_nonsense else st.integers(0, capacity)
     given |= dict(held=draw(maybe(ints(batch, slot))), leftpad=draw(maybe(ints(batch, slot))),
                   held_by_all=draw(st.integers(0, capacity)),
+                  held_step=draw(st.one_of(st.just(0), st.integers(0, capacity))),
                   first_slot=draw(st.one_of(st.just(0), slot)),
                   appended=draw(st.integers(0, capacity)),
                   new_starts=starts(st.integers(0, 90)) if draw(st.booleans()) else None,
@@ -158,6 +160,7 @@ class Line:
     gap: int = 0           # tile_units, of an even split in units of a K tile
     shared: tuple[int, int, int, int, int, float] = (0, 0, 1, 0, 0, 1.0)
     keeps_whole: bool = False   # LineKind
+    early: tuple[int, int] = (0, 0)    # early_ctas, late_units
 
     @property
     def tile_units(self):
@@ -166,7 +169,7 @@ class Line:
     @property
     def numbers(self):
         return (self.lengths.batch, self.heads, self.positions, self.ctas, self.lines,
-                self.weight_log2, self.tile_units, self.shared)
+                self.weight_log2, self.tile_units, self.shared, self.early)
 
     def takes(self, queries):
         fewest, most, *_ = self.shared
@@ -232,11 +235,11 @@ def assert_is_split(parts, k_tiles):
     assert [(part[2], part[3]) for part in parts] == [(i, len(parts)) for i in range(len(parts))]
 
 
-@given(lines())
+@given(lines(), st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 40), st.integers(0, 99))))
 @examples(600)
-def test_each_k_tile_is_in_one_part(line):
+def test_each_k_tile_is_in_one_part(line, early):
     """And those of a tile are exactly the ones from its first visible key to its last."""
-    total, _, ctas = line.parts()
+    total, _, ctas = replace(line, early=(min(early[0], line.ctas), early[1])).parts()
     wanted, found = line.tiles(), by_tile(ctas)
     heads = range(line.heads * line.lines)
     assert set(found) == {(*tile, head) for tile in wanted for head in heads}
@@ -249,6 +252,21 @@ def test_each_k_tile_is_in_one_part(line):
         assert_is_split(parts, keys[1] - keys[0])
     assert line.lines * total == sum(line.units(tile, parts[0][4:6])
                                      for tile, parts in found.items())
+
+
+@given(lines(split=st.just((EVEN, 0))), st.integers(1, 39), st.integers(0, 99))
+@examples(300)
+def test_early_ctas_compute_all_where_they_end_sooner(line, early, late):
+    """Otherwise the stretches are those of a launch that starts at once."""
+    line = replace(line, keeps_whole=False)
+    early = min(early, line.ctas)
+    total, stretch, _ = line.parts()
+    _, found, ctas = replace(line, early=(early, late)).parts()
+    alone = -(-total // early)
+    if alone > -(-total // line.ctas) + late:
+        assert found == stretch
+    else:
+        assert found >= alone and not any(ctas[early * line.lines:])
 
 
 @given(lines())

@@ -54,7 +54,8 @@ def test_parts_are_the_shared_keys(batch, queries, heads_k, group, page_size, un
     parts, kernel, tensors, own, strides = launch(
         batch, queries, heads, keys, page_size=page_size, head_dims=dims, sms=sms, row_gap=row_gap,
         table_gap=5, packed=packed, sm_margin=margin)
-    assert 1 <= parts <= 64 and keys == parts * own and own % unit == 0
+    assert 1 <= parts <= 64 and own % unit == 0
+    assert (parts - 1) * own < keys <= parts * own    # the last part may have fewer
     assert parts == 1 or own >= 256
     assert tensors['q'][0] == [parts, batch * queries, heads[0], dims[0]]
     assert tensors['q'][1][1:] == [heads[0] * dims[0], dims[0], 1]

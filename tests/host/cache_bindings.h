@@ -34,8 +34,8 @@ struct OwnedLengths {
 // The members of SharedCall after the first; most 0: the launch shares nothing.
 using SharedTuple = std::tuple<int, int, int, int, int, float>;
 // (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2,
-// tile_units, shared)
-using LineTuple = std::tuple<int, int, int, int, int, int, int, SharedTuple>;
+// tile_units, shared, (early_ctas, late_units))
+using LineTuple = std::tuple<int, int, int, int, int, int, int, SharedTuple, std::tuple<int, int>>;
 // The members of TileOfLine.
 using TileTuple = std::tuple<int, int, int, int>;
 // (kind, count)
@@ -95,10 +95,11 @@ std::vector<CachePart> parts_of_cta(Walk walk, int cta, bool starts_late) {
 }
 
 inline CacheLine line_of(LineTuple const& tuple, SplitsTuple const& splits) {
-  auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units, shared] = tuple;
+  auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units, shared, early] = tuple;
   CacheLine line(batch, heads, lanes, positions, ctas);
   line.weight_log2 = weight_log2;
   line.tile_units = tile_units;
+  std::tie(line.early_ctas, line.late_units) = early;
   auto const [fewest, most_queries, other_positions, other_weight, other_units, cost] = shared;
   line.shared = SharedCall{most_queries > 0, fewest,      most_queries, FastDiv(other_positions),
                            other_weight,     other_units, cost};
@@ -145,6 +146,7 @@ inline OwnedLengths make_lengths(pybind11::kwargs given) {
   read("new_starts", lengths.new_starts);
   read("entry_of", lengths.entry_of);
   read("held_by_all", lengths.sizes.held_by_all);
+  read("held_step", lengths.sizes.held_step);
   read("appended", lengths.sizes.appended);
   read("first_slot", lengths.sizes.first_slot);
   read("capacity", lengths.sizes.capacity);

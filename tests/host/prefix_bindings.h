@@ -23,8 +23,9 @@ void visit_tensors(AttentionCall& call, Visitor const& visitor) {
   });
 }
 
-// How many parts the shared keys of a call are, the kernel of their launch, and its tensors by
-// name. shapes, numbers: as of plan_of_cache(). strides: of tensors that are not contiguous.
+// How many parts the shared keys of a call are, the kernel of their launch, its tensors by name,
+// and the keys of a part. shapes, numbers: as of plan_of_cache(). strides: of tensors that are not
+// contiguous.
 inline pybind11::tuple launch_of_prefix(int dtype, pybind11::dict shapes, pybind11::dict numbers,
                                         std::map<std::string, std::vector<int64_t>> const& strides,
                                         int sm_count) {
@@ -40,7 +41,7 @@ inline pybind11::tuple launch_of_prefix(int dtype, pybind11::dict shapes, pybind
     }
   });
   TensorMeta const queries = as_one_sequence(call.q);
-  int const parts = prefix_parts(call, queries);
+  PrefixParts const parts = prefix_parts(call, queries);
   AttentionCall shared = call_of_prefix(call, queries, parts);
   for (AttentionCall const* const one : {&call, &shared}) {
     if (std::string const error = check_cache(*one); !error.empty()) {
@@ -52,7 +53,7 @@ inline pybind11::tuple launch_of_prefix(int dtype, pybind11::dict shapes, pybind
     tensors[name] = {{meta.size, meta.size + meta.rank}, {meta.stride, meta.stride + meta.rank}};
   });
   FwdPlan const plan = plan_cache(problem_of(shared));
-  return pybind11::make_tuple(parts, kFwdVariants[plan.variant].name, tensors,
+  return pybind11::make_tuple(parts.count, kFwdVariants[plan.variant].name, tensors,
                               shared.cache.cache_length);
 }
 
