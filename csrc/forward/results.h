@@ -77,7 +77,7 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
     int64_t const index = index_of_row(p, rows, row);
     p.lse[index] = lse_of_row<Traits>(p, softmax, sinks, r);
     if (Traits::kHasRowOptions && p.max_logits != nullptr) {
-      p.max_logits[index] = softmax.row_max[r] * p.softmax_scale;
+      p.max_logits[index] = softmax.largest_logit(r, p.softmax_scale);
     }
   }
 }
@@ -95,6 +95,19 @@ CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdRows const& rows, int th
   RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
   if (row.exists) {
     p.lse[index_of_row(p, rows, row)] = lse_of_row<Traits>(p, softmax, sinks, r);
+  }
+}
+
+// Stores the largest logit of a thread's row r, if it is wanted.
+template <class Traits, class Softmax>
+CUTE_DEVICE void store_largest(FwdDeviceParams const& p, FwdRows const& rows, int thread,
+                               Softmax const& softmax, int r) {
+  if (!Traits::kHasRowOptions || p.max_logits == nullptr || r >= 2) {
+    return;
+  }
+  RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
+  if (row.exists) {
+    p.max_logits[index_of_row(p, rows, row)] = softmax.largest_logit(r, p.softmax_scale);
   }
 }
 

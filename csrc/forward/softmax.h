@@ -144,6 +144,11 @@ struct OnlineSoftmax {
                              : log_sum_exp(row_max[r], row_sum[r], softmax_scale);
   }
 
+  // With lazy_log2 = 0.
+  CUTE_DEVICE float largest_logit(int r, float softmax_scale) const {
+    return row_max[r] * (Traits::kConverts ? scale_log2 * kLn2 : softmax_scale);
+  }
+
  private:
   // Makes the exponentials of row 0 depend on the maximum of row 1, without changing a value.
   CUTE_DEVICE void wait_for_both() {

@@ -351,7 +351,7 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of e4m3 tensors; their backward raises an error."""
     op, (q, k, v, out), general, execution, eight_bit, _ = call
-    fp8.reject_missing(op, q, execution)
+    fp8.reject_missing(op, q)
     call.reject_forward_mode()
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)

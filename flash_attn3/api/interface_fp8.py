@@ -33,8 +33,8 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     nearly uniform probabilities loses accuracy, 1 % over 1024 keys, 10 % over 8192. 'promote' adds
     the sum of each tile in float32 and takes 1.05 to 1.2 times as long (1.2 to 1.4 for head dims
     above 128, but 1.05 for (192, 128)). On the CPU both compute in float32 on the dequantised
-    values. There are no gradients (the backward raises an error), no return_max_logits on a GPU,
-    and no FP8 attention on other CUDA devices than Hopper.
+    values. There are no gradients (the backward raises an error), and no FP8 attention on other
+    CUDA devices than Hopper.
 
     A Hopper GPU quantises in one kernel. It reads x once if a scale covers few enough values (on an
     H200 some 6 million: 50000 rows of head dim 128), otherwise twice. Every device gives the same
@@ -110,10 +110,9 @@ def flash_attn_fp8_func(
         fp8_accum: see `quantize_fp8`; without effect on the CPU.
         fp8_backward: 'given' (default), or 'rounded': gradients at the rounded q, k and v, from
             which out and lse were computed. Slower; large scores need it: docs/fp8.md.
-        return_max_logits: as in `flash_attn_func`, on the CPU only.
         mask: as in `flash_attn_func`; on a GPU without softcap and fp8_accum='promote'.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
-            sm_margin, return_attn_probs, s_aux: as in `flash_attn_func`.
+            sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
 
     Returns:
         out, of the dtype of q, or a tuple, as `flash_attn_func`.
@@ -121,7 +120,7 @@ def flash_attn_fp8_func(
     Raises:
         RuntimeError: as `flash_attn_func`.
         NotImplementedError: CUDA tensors that are not on a Hopper GPU, or whose kernels are
-            missing; return_max_logits on a GPU; derivatives that `flash_attn_func` lacks too.
+            missing; derivatives that `flash_attn_func` lacks too.
     """
     return _quantized(
         'flash_attn_fp8_func', (q, k, v), (),
@@ -186,7 +185,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, 
         fp8.is_second(op, 'fp8_backward', fp8_backward, fp8.BACKWARDS),
         fp8.is_second(op, 'fp8_accum', fp8_accum, fp8.ACCUMULATIONS))
     invariance.reject(op, 'quantising')
-    fp8.reject_missing(op, q, execution)
+    fp8.reject_missing(op, q)
     arguments = *tensors, *general, *execution, *quantization
     if mask is not None:
         call = Call(op, (*tensors, None), general, execution, None, mask)

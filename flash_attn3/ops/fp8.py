@@ -154,17 +154,11 @@ def check_quantizable(op: str, q: Tensor) -> None:
         raise RuntimeError(checks.error(op, 'at least one head of q to quantise', '0'))
 
 
-def reject_missing(op: str, q: Tensor, execution: Execution) -> None:
-    """Raises NotImplementedError for what only the CPU path supports."""
-    if not q.is_cuda:
-        return
-    if not library.kernels_serve(q.device):
+def reject_missing(op: str, q: Tensor) -> None:
+    """Raises NotImplementedError on a GPU that the kernels do not serve."""
+    if q.is_cuda and not library.kernels_serve(q.device):
         raise NotImplementedError(checks.error(op, 'a CPU tensor, or a Hopper GPU and its kernels',
                                                str(q.device), library.KERNELS_MISSING))
-    if execution.return_max_logits:
-        raise NotImplementedError(checks.error(
-            op, 'no return_max_logits with q of float8_e4m3fn on a GPU', 'both',
-            'the FP8 kernels do not compute maximum logits; use bfloat16 or float16'))
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:

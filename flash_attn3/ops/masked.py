@@ -157,7 +157,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     is_fp8 = eight_bit is not None
     needs_grad = not is_fp8 and call.needs_grad()
     if is_fp8:
-        fp8.reject_missing(call.op, q, execution)
+        fp8.reject_missing(call.op, q)
     if needs_grad or not is_served or _has_other_rank(call):
         _check(call)    # else the op does, and a mask before it is compared with a call
     if needs_grad and q.is_cuda and is_served:

@@ -176,7 +176,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     general, eight_bit = call.general, call.eight_bit
     call.reject_forward_mode()
     if eight_bit is not None:
-        fp8.reject_missing(call.op, q, call.execution)
+        fp8.reject_missing(call.op, q)
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
     needs_grad = call.needs_grad()

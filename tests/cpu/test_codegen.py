@@ -70,7 +70,7 @@ MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
 LOADED_IN_LOOPS = {
-    'FwdE4m3D256Lists': 2,
+    'FwdE4m3D256Lists': 6,
     'FwdBf16D192x128CacheDecode': 1, 'FwdFp16D192x128CacheDecode': 1,
     'FwdFp16D128CacheDecodeKv8': 1,
     **{f'Fwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (

@@ -477,8 +477,6 @@ def test_can_use():
     on_cpu = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
     assert can_use(*e4m3().values(), **options) == (False, [on_cpu])
     for changes, text in (
-            ({'return_max_logits': True}, 'flash_attn3.flash_attn_func: expected '
-                                          'no return_max_logits with q of float8_e4m3fn on a GPU'),
             ({'v_descale': torch.ones(3)}, 'flash_attn3.flash_attn_func: expected '
                                            'v_descale to have the shape (2, 2) or (2, 2, 1)')):
         is_fine, reasons = can_use(*e4m3().values(), **options | changes)
@@ -503,14 +501,13 @@ def calls_on_cuda():
             functools.partial(flash_attn_varlen_func, rows8, rows8, rows8, *lengths)]
 
 
-def test_what_the_kernels_have_not(monkeypatch):
+def test_max_logits_of_kernels_are_shaped_as_the_lse(monkeypatch):
     """On CUDA tensors, whether or not there is a GPU."""
     monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
-    text = 'flash_attn3.* expected no return_max_logits with q of float8_e4m3fn on a GPU'
     with FakeTensorMode():
         for call in calls_on_cuda():
-            with pytest.raises(NotImplementedError, match=f'{text}, got both; hint: '):
-                call(return_max_logits=True)
+            _, lse, max_logits = call(return_attn_probs=True, return_max_logits=True)
+            assert max_logits.shape == lse.shape and max_logits.dtype == torch.float32
 
 
 def test_gpus_without_kernels(monkeypatch):

@@ -26,8 +26,8 @@ class Call:
     scales: Scales
     lists: dict
 
-    def run(self, **changes) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+    def run(self, **changes) -> tuple[Tensor, ...]:
+        """(out, lse), and max_logits if the case asks for it."""
         function = flash_attn_varlen_func if self.case.is_packed else flash_attn_func
         options = self.case.options() | descales(self.scales) | changes
         return function(*self.inputs[:3], **self.lists, **options, s_aux=self.inputs.s_aux)
@@ -37,10 +37,11 @@ class Call:
         names = 'cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k'
         return lengths_of(*map(self.lists.get, names)) if self.lists else None
 
-    def check(self, results: tuple[Tensor, Tensor]) -> None:
+    def check(self, results: tuple[Tensor, ...]) -> None:
         own = self.inputs, self.scales, self.case.score, self.lengths
         check_fp8(results[0], *own)
-        check_fp8_lse(results[1], *own)
+        for name, rows in zip(('lse', 'row_max'), results[1:], strict=False):
+            check_fp8_lse(rows, *own, name=name)
 
 
 def plain_call_of(case: GeneralCase, device: torch.device, granularity: str,

@@ -69,6 +69,37 @@ def test_features(case, head_dim, features, granularity, device):
 
 
 @pytest.mark.smoke
+@every_way
+@every_feature
+@pytest.mark.parametrize('head_dims', [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
+def test_max_logits(head_dims, features, granularity, device):
+    """After the scales and the softcap, without the sink and the scales of v."""
+    for case, options in itertools.product((DENSE, PACKED, LONG), ({}, {'fp8_accum': 'promote'})):
+        case = dataclasses.replace(case, head_dim=head_dims[0], head_dim_v=head_dims[1],
+                                   **features, max_logits=True)
+        check_case(case, device, granularity, **options)
+
+
+@pytest.mark.smoke
+@every_head_dim
+def test_max_logits_change_no_bit(head_dim, device):
+    """Of what the same kernel gives without them."""
+    for features in ({'window': (70, 40)}, {'sinks': 'fp32'}, {'softcap': 3.0}):
+        call = call_of(dataclasses.replace(PACKED, head_dim=head_dim, **features), device)
+        check_same(call.run(return_max_logits=True)[:2], call.run())
+
+
+@every_head_dim
+def test_max_logits_of_values_with_any_scale(head_dim, device):
+    """Blocks of v whose scales differ by 2^60 change no bit."""
+    call = call_of(dataclasses.replace(LONG, head_dim=head_dim, max_logits=True), device)
+    wanted = call.run()[2]
+    powers = torch.arange(call.scales.v.size(-1), device=device) % 2 * 60
+    call.scales = call.scales._replace(v=call.scales.v * 2.0 ** -powers)
+    compare.check_equal(call.run()[2], wanted, 'max_logits')
+
+
+@pytest.mark.smoke
 @every_mask
 @pytest.mark.parametrize('head_dim', range(16, 257, 16))
 def test_head_dims(head_dim, causal, device):
@@ -545,17 +576,6 @@ def test_errors_are_those_of_the_cpu(changes, text, device):
     with pytest.raises(RuntimeError) as raised:
         flash_attn_func(**{name: moved(x) for name, x in (e4m3() | changes).items()})
     assert str(raised.value).startswith(f'flash_attn3.{text}')
-
-
-def test_what_the_kernels_have_not(cuda):
-    call = call_of(DENSE, cuda)
-    q, k, v, _ = DENSE.tensors(cuda).inputs
-    changes = {'return_max_logits': True}
-    for function in (lambda: call.run(**changes), lambda: flash_attn_fp8_func(q, k, v, **changes)):
-        with pytest.raises(NotImplementedError) as raised:
-            function()
-        assert '_func: expected no return_max_logits with q of float8_e4m3fn on a GPU, ' in str(
-            raised.value)
 
 
 @pytest.mark.parametrize('head_dims', [(8, 8), (24, 24), (272, 272), (64, 24), (64, 272)], ids=str)

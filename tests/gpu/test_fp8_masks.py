@@ -24,7 +24,7 @@ MANY = dict(lengths=((1100, 1300),) * 2, heads=(6, 2))
 SHAPES = {'square': {}, 'long_keys': dict(lengths=((10, 1700),) * 2), 'no_keys': dict(
     lengths=((70, 0),)), 'packed': PACKED, 'rows_after': PACKED | dict(behind=100),
     'mqa': dict(heads=(5, 1)), 'many': MANY, 'sinks': dict(s_aux=True),
-    'margin': dict(sm_margin=100)}
+    'margin': dict(sm_margin=100), 'maxima': dict(max_logits=True)}
 
 
 def case_of(head_dim: int, **options) -> MaskCase:
@@ -105,8 +105,7 @@ def test_gradients_are_refused(device):
 @pytest.mark.parametrize('changes, text', [
     (dict(softcap=3.0), "no softcap or fp8_accum of 'promote' with float8_e4m3fn and mask on a "
      'GPU'),
-    (dict(fp8_accum='promote'), 'with float8_e4m3fn and mask on a GPU'),
-    (dict(return_max_logits=True), 'no return_max_logits with q of float8_e4m3fn on a GPU')])
+    (dict(fp8_accum='promote'), 'with float8_e4m3fn and mask on a GPU')])
 def test_what_kernels_do_not_have(changes, text, cuda):
     tensors = torch.randn(3, 1, 130, 2, 64, device=cuda)
     mask = AttentionMask.prefix_lm(ints([30], cuda), 130)

@@ -83,8 +83,7 @@ FEATURES = (
     Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_kernels(
         'the head_dim of q to be a multiple of 16 from 16 to 256')),
     Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
-            options={'return_max_logits': True},
-            errors=_of_kernels('no return_max_logits with q of float8_e4m3fn on a GPU')),
+            options={'return_max_logits': True}, errors=_NO_FP8_GRADIENTS),
     Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
             options={'fp8_accum': 'promote'}, errors=_NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),

@@ -32,6 +32,7 @@ struct OutputFromRegisters {
       write<cutlass::bfloat16_t>(p, work, thread, tOrO);
     }
     store_lse<Traits>(p, work.rows, thread, softmax, sinks);
+    store_largest<Traits>(p, work.rows, thread, softmax, thread % 4);
     release_queries(shared, q_stage, warpgroup, thread);
   }
 
@@ -140,6 +141,7 @@ struct OutputStaged {
       cute::tma_store_arrive();
     }
     store_lse<Traits>(p, work.rows, thread, softmax, sinks);
+    store_largest<Traits>(p, work.rows, thread, softmax, thread % 4);
     release_queries(shared, q_stage, warpgroup, thread);
   }
 
@@ -152,8 +154,8 @@ struct OutputStaged {
 };
 
 // kSent: O and the LSE go to the buffers from which ResultSender copies them, once it has read
-// those of the tile before. WHY only two warpgroups: with three, head dim 64 loses 1 to 2 %, and
-// 128 gains nothing.
+// those of the tile before. The largest logits, which few calls want, are stored here. WHY only two
+// warpgroups: with three, head dim 64 loses 1 to 2 %, and 128 gains nothing.
 template <class Traits>
 struct OutputSent {
   template <class Softmax, class FragmentO>
@@ -166,6 +168,7 @@ struct OutputSent {
     if (int const r = thread % 4; r < 2) {
       shared.staged_lse[warpgroup][fragment_row(thread) + 8 * r] =
           lse_of_row<Traits>(p, softmax, sinks, r);
+      store_largest<Traits>(p, shared.work[q_stage][warpgroup].rows, thread, softmax, r);
     }
     OutputStaging<Traits>::stage(shared, p, warpgroup, thread, tOrO);
     __syncwarp();

@@ -18,6 +18,30 @@
 
 namespace fa3 {
 
+// The largest scores of a thread's two rows, in powers of two. WHY not from the maxima that are
+// subtracted: those have the scales of V, and may be below the true ones.
+template <bool kIsWanted>
+struct LargestScores {
+  float most[2];
+
+  CUTE_DEVICE void reset() { most[0] = most[1] = -INFINITY; }
+  CUTE_DEVICE void add(int r, float score) { most[r] = fmaxf(most[r], score); }
+  // The four lanes of a row share its maximum.
+  CUTE_DEVICE void finish() {
+    most[0] = quad_max(most[0]);
+    most[1] = quad_max(most[1]);
+  }
+  CUTE_DEVICE float of(int r) const { return r == 0 ? most[0] : most[1]; }
+};
+
+template <>
+struct LargestScores<false> {
+  CUTE_DEVICE void reset() {}
+  CUTE_DEVICE void add(int, float) {}
+  CUTE_DEVICE void finish() {}
+  CUTE_DEVICE float of(int) const { return -INFINITY; }
+};
+
 template <class Traits>
 struct Fp8Softmax {
   static constexpr FwdConfig k = Traits::k;
@@ -42,6 +66,7 @@ struct Fp8Softmax {
   bool any_rescale;
   float lazy_log2[kRows];    // a maximum that has not grown by more is not adopted
   float earlier_sum[kRows];  // without the last K tile
+  LargestScores<Traits::kHasRowOptions> largest;
   float const scale_log2;
 
   CUTE_DEVICE Fp8Softmax(float scale_log2_, float, int) : scale_log2(scale_log2_) {}
@@ -49,6 +74,7 @@ struct Fp8Softmax {
   // scales: those of q.
   CUTE_DEVICE void reset(float const (&scales)[kRows]) {
     any_rescale = false;
+    largest.reset();
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       lazy_log2[r] = 0.f;
@@ -116,6 +142,7 @@ struct Fp8Softmax {
 
   template <class Fragment>
   CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
+    largest.finish();
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] = quad_sum(row_sum[r]) * kInverseOffset;
@@ -138,6 +165,9 @@ struct Fp8Softmax {
                        1.f / kLog2E);
   }
 
+  // After finish(). The scores have all their scales, and the softcap.
+  CUTE_DEVICE float largest_logit(int r, float) const { return largest.of(r) * kLn2; }
+
  private:
   // Factor from scores to powers of two.
   CUTE_DEVICE float factor_of(int r, KeyScale const& scale) const {
@@ -151,7 +181,10 @@ struct Fp8Softmax {
     bool grows = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float const of_tile = max_of_row(scores, r) * factor_of(r, scale) + scale.v_log2;
+      float const most = max_of_row(scores, r);
+      float const factor = factor_of(r, scale);
+      float const of_tile = fmaf(most, factor, scale.v_log2);
+      largest.add(r, most * factor);
       float const old_max = row_max[r];
       float const new_max = quad_max(fmaxf(old_max, of_tile));
       bool const row_grows = new_max - old_max > (kIsLazy ? lazy_log2[r] : 0.f);
