@@ -55,7 +55,7 @@ struct AttentionCall : CallArguments {
   template <class Group>
   Group const& group() const {
     return std::get<Group const&>(
-        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent, mask));
+        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent, largest, mask));
   }
 
   bool has_packed_queries() const { return bool(lengths.cu_seqlens_q); }

@@ -16,11 +16,11 @@ GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'Sc
           'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
           'rotary': 'RotaryArguments', 'prefix': 'PrefixArgument', 'tree': 'TreeArguments',
           'by_page': 'ByPageArgument', 'latent': 'LatentArgument',
-          'choice': 'ChoiceArgument', 'mask': 'MaskArguments'}
+          'choice': 'ChoiceArgument', 'largest': 'LargestArgument', 'mask': 'MaskArguments'}
 # The groups of tensors that the ops use as tensors: OpTensors owns them. The call describes them,
 # apart from those in _UNDESCRIBED.
 _TENSORS = ('inputs', 'given', 'upstream', 'outputs', 'given_gradients', 'new', 'set_scales',
-            'latent')
+            'latent', 'largest')
 _UNDESCRIBED = ('set_scales',)
 _TYPES = {'Tensor?': 'std::optional<TensorMeta>', 'SymInt': 'int64_t', 'int': 'int64_t',
           'float': 'double', 'float?': 'std::optional<double>', 'bool': 'bool',

@@ -213,7 +213,7 @@ struct FwdParams {
   TensorView o;
   // (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), contiguous; nullptr: not wanted
   float* lse = nullptr;
-  float* max_logits = nullptr;    // as lse; with a general problem only
+  float* max_logits = nullptr;    // as lse; a general problem, or on a cache: -inf before
   int lse_heads = 0;              // heads of lse; more than those of the problem: a group of heads
   float const* sinks = nullptr;   // (heads_q); nullptr: none
   PackedLengths lengths;          // packed only

@@ -47,6 +47,7 @@ struct DecodeOutput {
     if (is_whole) {
       results.write_lse(row, lse);
     }
+    raise_largest(p, work.rows, r, most * p.softmax_scale);
   }
 
   template <class Sums>

@@ -4,6 +4,7 @@
 
 #include "core/softmax_math.h"
 #include "device/fragments.h"
+#include "device/global_max.h"
 #include "forward/work.h"
 
 namespace fa3 {
@@ -76,8 +77,8 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
     }
     int64_t const index = index_of_row(p, rows, row);
     p.lse[index] = lse_of_row<Traits>(p, softmax, sinks, r);
-    if (Traits::kHasRowOptions && p.max_logits != nullptr) {
-      p.max_logits[index] = softmax.largest_logit(r, p.softmax_scale);
+    if (Traits::kHasRowOptions && !Traits::kIsCache && p.max_logits != nullptr) {
+      p.max_logits[index] = softmax.row_max[r] * p.softmax_scale;
     }
   }
 }
@@ -95,6 +96,18 @@ CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdRows const& rows, int th
   RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
   if (row.exists) {
     p.lse[index_of_row(p, rows, row)] = lse_of_row<Traits>(p, softmax, sinks, r);
+  }
+}
+
+// On a cache: raises the largest logit of a row of a tile to that of some keys, if it is wanted.
+// Other CTAs may have other keys of the row; memory holds -inf before the launch.
+CUTE_DEVICE void raise_largest(FwdDeviceParams const& p, FwdRows const& rows, int row,
+                               float logit) {
+  if (p.max_logits == nullptr) {
+    return;
+  }
+  if (RowOfTile const at = row_of_tile(p, rows, row); at.exists) {
+    raise_in_global(p.max_logits + index_of_row(p, rows, at), logit);
   }
 }
 

@@ -141,7 +141,7 @@ struct OutputWarpgroup {
     }
     ResultColumns<Traits>{p, work, own, half * Traits::kOutputColumns}.write(tOrO);
     if (half == 0) {
-      store_lse<Traits>(p, work.rows, own, ends, {});
+      store_lse<Traits>(p, work.rows, own, ends, {-INFINITY, -INFINITY});
     }
   }
 

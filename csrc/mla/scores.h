@@ -37,7 +37,7 @@ struct ScoreWarpgroup {
   FragmentS tSrS;
 
   CUTE_DEVICE ScoreWarpgroup(MlaStorage<Traits>& shared_, Params const& p_, int thread_)
-      : shared(shared_), p(p_), thread(thread_), softmax(p_.scale_log2, 0.f, 0) {}
+      : shared(shared_), p(p_), thread(thread_), softmax(p_.scale_log2, p_.lazy_rescale_log2, 0) {}
 
   CUTE_DEVICE void run() {
     shared.half_full[left.stage].wait(left.phase);
@@ -277,6 +277,7 @@ struct ScoreWarpgroup {
       if (thread % 4 == 0) {
         shared.ends[tiles.stage][row] =
             RowEnd{sum == 0.f ? 0.f : inverse_sum(sum + sink_weight), with_sink(lse, sink)};
+        raise_largest(p, tile.rows, row, softmax.largest_logit(r, p.softmax_scale));
       }
     }
   }

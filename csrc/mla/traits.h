@@ -65,8 +65,7 @@ struct MlaTraits {
   // PV does not wait: its ring has one stage less, and it takes 182 us. WHY not with e4m3: its
   // conversion runs at that time, and waiting is 7 % slower.
   static constexpr bool kLeftWaits = !kConverts;
-  // Sinks enter at the end of a tile (scores.h); there are no row maxima.
-  static constexpr bool kHasRowOptions = false;
+  static constexpr bool kHasRowOptions = true;  // sinks enter at the end of a tile (scores.h)
 
   static constexpr int kHeadDim = k.head_dim;
   static constexpr int kHeadDimV = k.head_dim_v;

@@ -11,17 +11,6 @@
 namespace fa3 {
 namespace {
 
-bool is_contiguous(TensorMeta const& meta) {
-  int64_t stride = 1;
-  for (int i = meta.rank - 1; i >= 0; --i) {
-    if (meta.size[i] > 1 && meta.stride[i] != stride) {
-      return false;
-    }
-    stride *= meta.size[i];
-  }
-  return true;
-}
-
 TensorView readable_input(char const* op, OwnedTensor& tensor) {
   return readable(op, tensor, describe(tensor));
 }

@@ -99,13 +99,7 @@ TensorView chunks_of(OwnedTensor& tensor, TensorMeta const& meta) {
 
 template <class T>
 T const* contiguous(OwnedTensor& tensor, TensorMeta const& meta) {
-  int64_t stride = 1;
-  bool fine = true;
-  for (int i = meta.rank - 1; i >= 0; --i) {
-    fine = fine && (meta.size[i] <= 1 || meta.stride[i] == stride);
-    stride *= meta.size[i];
-  }
-  if (!fine) {
+  if (!is_contiguous(meta)) {
     tensor = packed_copy(Args::kName, tensor, meta);
   }
   return reinterpret_cast<T const*>(describe(tensor).address);

@@ -48,6 +48,17 @@ inline void fill(OwnedTensor const& tensor, double value) {
   }
 }
 
+inline bool is_contiguous(TensorMeta const& meta) {
+  int64_t stride = 1;
+  for (int i = meta.rank - 1; i >= 0; --i) {
+    if (meta.size[i] > 1 && meta.stride[i] != stride) {
+      return false;
+    }
+    stride *= meta.size[i];
+  }
+  return true;
+}
+
 // A float32 for each row and head of a tensor (batch, rows, heads, columns) or (rows, heads,
 // columns), as an LSE has: (batch, heads, rows) or (heads, rows).
 inline OwnedTensor allocate_rows(char const* op, TensorMeta const& like) {

@@ -81,7 +81,9 @@ void set_params(FwdParams& params, AttentionCall const& call, OpTensors& inputs,
   params.out_dtype = out_dtype_of(call);
   params.o = out;
   params.lse = call.splits.return_lse ? floats_of(results.lse) : nullptr;
-  params.max_logits = call.execution.return_max_logits ? floats_of(results.max_logits) : nullptr;
+  params.max_logits = call.largest.max_logits            ? floats_of(inputs.max_logits)
+                      : call.execution.return_max_logits ? floats_of(results.max_logits)
+                                                         : nullptr;
   params.q = readable(op, inputs.q, call.q);
   if (call.latent.qv) {
     params.qv = readable(op, inputs.qv, *call.latent.qv);

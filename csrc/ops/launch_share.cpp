@@ -30,6 +30,7 @@ FwdParams HeadGroups::params_of(FwdParams const& first, FwdConfig const& config,
   int const rows = problem.is_packed ? problem.total_q : problem.seqlen_q;
   own.lse_heads = problem.heads_q * count;
   own.lse = first.lse ? first.lse + q_head * rows : nullptr;
+  own.max_logits = first.max_logits ? first.max_logits + q_head * rows : nullptr;
   return own;
 }
 

@@ -66,7 +66,7 @@ def flash_attn_func(
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: where the result is written; last stride 1. Not differentiable. Default: a new tensor.
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: an extra score per head, of value 0.
-        return_max_logits: append max_logits; num_splits is 1, out's last bits may differ. qv: None.
+        return_max_logits: append max_logits; out's last bits may differ. qv: None.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
         num_splits: parts of the keys, up to 256; 0: by plan, 1 for gradients. Default 1.
         split_size: keys in a part (docs/invariance.md). Default: 0, or that of `invariant`.

@@ -45,7 +45,7 @@ TENSORS = ('q', 'k_cache', 'v_cache', 'out', 'k', 'v', 'qv', 'rotary_cos', 'rota
            'q_descale', 'k_descale', 'v_descale')
 _OF_SPARSE = 'q', 'k', 'v', 'qv', 's_aux'
 
-Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_with_kvcache(
@@ -63,13 +63,14 @@ def flash_attn_with_kvcache(
         sm_margin: int = 0, return_softmax_lse: bool = False, *, s_aux: Tensor | None = None,
         out: Tensor | None = None, split_size: int = 0, out_dtype: torch.dtype | None = None,
         shared_prefix: int = 0, tree_mask: Tensor | None = None, descale_by_page: bool = False,
-        indices: Tensor | None = None, index_block: int = 1,
-        index_counts: Tensor | None = None) -> Result:
+        indices: Tensor | None = None, index_block: int = 1, index_counts: Tensor | None = None,
+        return_max_logits: bool = False) -> Result:
     """Appends k and v to a KV cache, then attends to its keys and values.
 
     Sequence b has the keys of slots cache_leftpad[b] to cache_seqlens[b], then the new ones. Masks
     count from its first key, causal is bottom-right. A refused call changes no cache.
-    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
+    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty);
+    with return_max_logits, also max_logits, last: as lse, the largest score, without s_aux.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -119,6 +120,8 @@ def flash_attn_with_kvcache(
         shared_prefix, cu_seqlens_q, longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
         q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv,
         out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3, indices is not None)
+    if return_max_logits:
+        own = Attend(*own)._replace(max_logits=attend_cache.empty_rows(q))
     if shared_prefix != 0:
         prefix_rules.check(tensors, Attend(*own))
     pick = indices is not None or index_counts is not None or index_block != 1
@@ -134,8 +137,8 @@ def flash_attn_sparse_func(
         q: Tensor | None, k: Tensor | None, v: Tensor, indices: Tensor, *,
         qv: Tensor | None = None, index_block: int = 1, index_counts: Tensor | None = None,
         softmax_scale: float | None = None, s_aux: Tensor | None = None,
-        return_softmax_lse: bool = False,
-        deterministic: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        return_softmax_lse: bool = False, deterministic: bool = False,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """Attention of each query to the keys that it chooses; q, k, v, qv and s_aux have gradients.
 
     Args:
@@ -150,8 +153,9 @@ def flash_attn_sparse_func(
             in a fixed order, in plain PyTorch, which is slower.
 
     Returns:
-        out, (total_q, heads_q, head_dim_v); with return_softmax_lse (out, lse), lse (heads_q,
-        total_q). A query without keys has out 0 and LSE -inf, with s_aux the sink.
+        out, (total_q, heads_q, head_dim_v), or a tuple of it, with return_softmax_lse lse
+        (heads_q, total_q), and with return_max_logits max_logits: as lse, the largest score,
+        without s_aux. A query without keys has out 0 and LSE -inf, with s_aux the sink.
     """
     if q is None or k is None:
         q, k, softmax_scale = rope_free.tensors_of(SPARSE, dict(
@@ -170,7 +174,8 @@ def flash_attn_sparse_func(
     needs_grad = is_grad_enabled() and _some_require_grad(given, SPARSE.name, _OF_SPARSE)
     own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
                  return_lse=return_softmax_lse or needs_grad, keys_chosen=True,
-                 split_size=invariance.split_size_of(0))
+                 split_size=invariance.split_size_of(0),
+                 max_logits=attend_cache.empty_rows(q.detach()) if return_max_logits else None)
     tensors = q, k.unsqueeze(0), v.unsqueeze(0), None
     choice = Choice(indices, index_block, index_counts)
     layout = layout_of(tensors, own, choice, SPARSE)
@@ -181,7 +186,8 @@ def flash_attn_sparse_func(
                                               softmax_scale, deterministic)
     else:
         out, lse = attend_to_chosen(*call)
-    return (out, lse) if return_softmax_lse else out
+    results = (out, *[lse] * return_softmax_lse, *[own.max_logits] * return_max_logits)
+    return results if len(results) > 1 else out
 
 
 def get_scheduler_metadata(
@@ -320,7 +326,7 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     if env.CHECK_CONTENTS and not is_compiling():
         attend_cache.check_cuda_contents(tensors, own)
     result, lse = attend(q, k_cache, v_cache, out, *own)
-    return _returned(result if out is None else out, lse, return_lse)
+    return _returned(result if out is None else out, lse, return_lse, own)
 
 
 def check_chosen(tensors: tuple, own: Attend, choice: Choice, appends: bool) -> Layout:
@@ -362,6 +368,8 @@ def attend_to_chosen(op: Callable, tensors: tuple, own: Attend, choice: Choice, 
     if out is not None:
         *_, result = lowered
     if layout.rows is not None:
+        if own.max_logits is not None:
+            own.max_logits.transpose(-1, -2).copy_(arguments['max_logits'].view(q.shape[:-1]))
         result = result.view(*q.shape[:-1], v.size(-1))
         has_later_sinks = own.sinks is not None and 'sinks' not in arguments
         if own.return_lse or has_later_sinks:
@@ -398,7 +406,10 @@ def lower(tensors: tuple, own: Attend, choice: Choice, layout: Layout) -> tuple[
     if heads > 1 and own.sinks is not None:
         del arguments['sinks']
         arguments.setdefault('return_lse', True)
-    return (chosen_keys.rows_of(q, layout), chosen_keys.view_of(k, k_view),
+    rows = chosen_keys.rows_of(q, layout)
+    if own.max_logits is not None and layout.rows is not None:
+        arguments['max_logits'] = attend_cache.empty_rows(rows)
+    return (rows, chosen_keys.view_of(k, k_view),
             chosen_keys.view_of(v, v_view), chosen_keys.out_of(out, layout)), arguments
 
 
@@ -420,11 +431,12 @@ def _refuse_chosen(tensors: tuple, own: Attend, choice: Choice, function: Functi
         raise RuntimeError(text)
 
 
-def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
-    if not return_lse:
-        return out
-    empty = lse.new_empty(0)
-    return out, lse, empty, empty
+def _returned(out: Tensor, lse: Tensor, return_lse: bool, own: tuple) -> Result:
+    largest = own[-1:] if len(own) == len(Attend._fields) and own[-1] is not None else ()
+    if return_lse:
+        empty = lse.new_empty(0)
+        return out, lse, empty, empty, *largest
+    return (out, *largest) if largest else out
 
 
 def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tuple,
@@ -448,10 +460,10 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
         result, lse, rotated = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale,
                                                  v_descale, *rotary, *own)
         if choice is None:
-            return _returned(result if out is None else out, lse, return_lse)
+            return _returned(result if out is None else out, lse, return_lse, own)
         q, out = q if rotary[0] is None else rotated, result if out is None else out
     result, lse = attend_to_chosen(attend, (q, k_cache, v_cache, out), read, choice, layout)
-    return _returned(result, lse, return_lse)
+    return _returned(result, lse, return_lse, own)
 
 
 def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> None:

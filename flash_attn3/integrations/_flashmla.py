@@ -33,18 +33,19 @@ def prefill(client: str, call: dict[str, Any]) -> list[Tensor | None]:
     (tokens, 1, n); topk_length (tokens,) counts them.
 
     Returns:
-        out; for FlashMLA's max_logits, which no client reads and no kernel of chosen keys has, a
-        tensor of shape (0,), float32; the LSE (tokens, heads), in base 2 with return_log2_stats.
-        Without return_stats None for both.
+        out; the largest score of each query and the LSE, (tokens, heads), in base 2 with
+        return_log2_stats. Without return_stats None for both.
     """
     refuse(client, call, _REFUSED)
     kv, counts = call['kv'], call['topk_length']
     rows = kv[None]
-    out, lse = _attend(call, _rotary(rows), rows[..., :_LATENTS], index_counts=counts)
-    if not call.get('return_stats', True):
+    wants_stats = call.get('return_stats', True)
+    out, lse, *largest = _attend(call, _rotary(rows), rows[..., :_LATENTS], index_counts=counts,
+                                 return_max_logits=wants_stats)
+    if not wants_stats:
         return [out, None, None]
-    lse = lse.t()
-    return [out, lse.new_empty(0), lse / math.log(2) if call.get('return_log2_stats') else lse]
+    unit = math.log(2) if call.get('return_log2_stats') else 1
+    return [out, *(x.t() / unit for x in (*largest, lse))]
 
 
 def decode(client: str,
@@ -79,20 +80,20 @@ def _rotary(x: Tensor) -> Tensor | None:
 
 
 def _attend(call: dict[str, Any], k: Tensor | None, v: Tensor,
-            **options) -> tuple[Tensor, Tensor]:
-    """(out, lse). A query without keys has an LSE of +inf, which a sink does not change."""
+            **options) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if asked for. A query without keys has an LSE of +inf, which a sink does not change."""
     q, indices, sink = call['q'], call['indices'], call['attn_sink']
     if checks.reads_contents(q):    # what is outside counts as none there, and is an error here
         slots = v.size(0) * v.size(1)
         indices = indices.masked_fill((indices < 0) | (indices >= slots), -1)
-    out, lse, *_ = flash_attn_with_kvcache(
+    out, lse, _, _, *largest = flash_attn_with_kvcache(
         _rotary(q), k, v, qv=q[..., :_LATENTS], indices=indices, softmax_scale=call['sm_scale'],
         out=call.get('out_'), return_softmax_lse=True, **options)
     is_none = lse == -math.inf
     if sink is not None:
         share = torch.sigmoid(lse - sink[:, None]).masked_fill_(is_none, 0)
         out.mul_(share.transpose(-1, -2)[..., None])
-    return out, lse.masked_fill_(is_none, math.inf)
+    return out, lse.masked_fill_(is_none, math.inf), *largest
 
 
 OPS = {'sparse_decode_fwd': Replacement(decode, {*_READ, *_REFUSED_IN_DECODING}),

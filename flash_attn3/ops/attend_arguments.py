@@ -14,8 +14,8 @@ from flash_attn3.ops.attend_cache import Attend
 # The shortest tuple holds the first step. Each further step is appended whole or not at all.
 _STEPS = ('cache', *names('score', 'splits', 'split_size'), 'prefix', 'lengths', 'pack_gqa',
           'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out', 'choice')
-# Arguments of packed keys, which keep their defaults in a call on a cache.
-_OF_PACKED_KEYS = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k')
+# What keeps its default: arguments of packed keys, and the last one, which few calls give.
+_APART = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k', 'max_logits')
 
 
 def _is_given(argument: Argument) -> str:
@@ -25,11 +25,11 @@ def _is_given(argument: Argument) -> str:
 
 
 def _generate() -> Callable[..., tuple]:
-    """A function of the fields of Attend by position, without those of packed keys.
+    """A function of the fields of Attend by position, without those of _APART.
 
     TRAP: CPython passes more than 30 arguments through a list, which takes 0.2 us longer.
     """
-    taken = [name for name in Attend._fields if name not in _OF_PACKED_KEYS]
+    taken = [name for name in Attend._fields if name not in _APART]
     values, lines = [], []
     for number, step in enumerate(map(select, _STEPS)):
         values += [argument.name if argument.name in taken else repr(argument.default)
@@ -49,7 +49,7 @@ build = _generate()
 
 def shortest(own: Attend) -> tuple:
     """The tuple that build() returns, from named arguments."""
-    return build(*(value for name, value in zip(own._fields, own) if name not in _OF_PACKED_KEYS))
+    return build(*(value for name, value in zip(own._fields, own) if name not in _APART))
 
 
 _DEFAULTS = Attend()

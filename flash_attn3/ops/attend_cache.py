@@ -240,6 +240,14 @@ def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list
     return list(scale.split(1))
 
 
+def empty_rows(q: Tensor) -> Tensor | None:
+    """Memory of the shape of the LSE; None for a q that no op takes."""
+    if q.dim() < 3:
+        return None
+    *batch, rows, heads, _ = q.shape
+    return q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype))
+
+
 def _rows_of(x: Tensor, cu_seqlens: Tensor | None,
              seqused: Tensor | None = None) -> Sequence[int] | list[slice]:
     """The index of the rows of each sequence in x."""
@@ -268,6 +276,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     rows = _rows_of(q, own.cu_seqlens_q, own.seqused_q)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
+    wants_largest = own.max_logits is not None
+    largest = heads_last.clone() if wants_largest else None
     batch = len(rows)
     keys, values = _keys_of(k, own, batch), _keys_of(v, own, batch)
     q_scales, k_scales, v_scales = (_scales_of(scale, x, own, batch) for scale, x in (
@@ -283,12 +293,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
         score = score if own.tree_mask is None else _with_tree(score, own.tree_mask[row])
         if q.dtype == E4M3:
             scales = Scales(q_scales[sequence], k_scales[sequence], v_scales[sequence])
-            part = reference_fp8.attend(one, scales, score, compute_dtype=wide)
+            part = reference_fp8.attend(one, scales, score, compute_dtype=wide,
+                                        with_row_max=wants_largest)
         else:
             one = one._replace(k=_scaled(one.k.to(wide), k_scales[sequence]),
                                v=_scaled(one.v.to(wide), v_scales[sequence]))
-            part = reference.attend(one.to(wide), score)
+            part = reference.attend(one.to(wide), score, with_row_max=wants_largest)
         out[row], heads_last[row] = part.out[0], part.lse[0].transpose(0, 1)
+        if wants_largest:
+            largest[row] = part.row_max[0].transpose(0, 1)
+    if wants_largest:
+        own.max_logits.copy_(largest.transpose(-1, -2))
     return Outputs(out, heads_last.transpose(-1, -2).contiguous())
 
 
@@ -506,9 +521,8 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
     checks.check_rank(OP, 'q', q, dense_and_varlen.LAYOUTS[rank], rank)
     result = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own)) if out is None
               else out.new_empty(0))
-    *batch, rows, heads, _ = q.shape
-    shape = (*batch, heads, rows) if own.return_lse else (0,)
-    return result, q.new_empty(shape, dtype=reference.lse_dtype(q.dtype))
+    lse = empty_rows(q)
+    return result, lse if own.return_lse else lse.new_empty(0)
 
 
 def _append_and_attend_fake(

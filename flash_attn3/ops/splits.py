@@ -13,7 +13,8 @@ from torch.compiler import is_compiling
 
 from flash_attn3.arguments import names
 from flash_attn3.cpu.reference_fp8 import Scales
-from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, invariance, library
+from flash_attn3.ops import (attend_cache, checks, dense_and_varlen, derivatives, fp8, invariance,
+                             library)
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import OP, Attend
 from flash_attn3.ops.fp8 import EightBit
@@ -119,11 +120,8 @@ def has_few_keys(num_splits: int, k: Tensor) -> bool:
 
 
 def planned(num_splits: int, call: Call) -> int:
-    """num_splits of the op on a device that our kernels or the CPU path serve. Kernels that merge
-    parts have no largest scores: with return_max_logits there is one part.
-    """
-    is_whole = call.execution.return_max_logits or (num_splits == 0 and not _gains(call))
-    return 1 if is_whole else num_splits
+    """num_splits of the op on a device that our kernels or the CPU path serve."""
+    return 1 if num_splits == 0 and not _gains(call) else num_splits
 
 
 def calls_of(execution: Execution) -> list[Execution]:
@@ -155,7 +153,7 @@ def _gains(call: Call) -> bool:
 
 # ---------------------------------------------------------------------------------------- attention
 def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for.
+    """(out, lse, max_logits) by `attend_cache`; the last two are empty unless asked for.
 
     Raises:
         RuntimeError: the op refuses the call. The text says k and v, not k_cache and v_cache.
@@ -181,21 +179,22 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
         dense_and_varlen.check_cuda_contents(q, k, general)
     needs_grad = call.needs_grad()
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
+    largest = q.new_empty(0) if own.max_logits is None else own.max_logits
     k, v = _aligned(k), _aligned(v)
     if out is not None:
-        _, lse = _attend(q, k, v, out, *own[:-1])    # out says its dtype
-        return *_cleared(out, lse, general), lse.new_empty(0)
+        _, lse = _attend(q, k, v, out, *own._replace(float16_out=False))    # out says its dtype
+        return *_cleared(out, lse, general), largest
     if not needs_grad:
-        return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)
+        return *_cleared(*_attend(q, k, v, None, *own), general), largest
     if eight_bit is not None:
         results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **call.named()), _attend,
                                             q, k, v, None, *own)
-        return *_cleared(*results, general), q.new_empty(0)
+        return *_cleared(*results, general), largest
     if is_compiling():
         raise NotImplementedError(checks.error(
             call.op, 'num_splits of 0 or 1 for gradients under torch.compile', str(num_splits)))
     forward = _Forward(own, general)
-    return *SplitAttention.apply(forward, q, k, v, *general, *call.execution), q.new_empty(0)
+    return *SplitAttention.apply(forward, q, k, v, *general, *call.execution), largest
 
 
 class _Forward(NamedTuple):
@@ -210,9 +209,12 @@ class _Forward(NamedTuple):
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
     """The arguments of `attend_cache` after the tensors."""
     eight_bit = call.eight_bit or EightBit()
+    q, *_ = call.tensors
+    largest = attend_cache.empty_rows(q.detach()) if call.execution.return_max_logits else None
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
                   pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
-                  **dict(zip(names('scales'), eight_bit)), float16_out=eight_bit.float16_out)
+                  **dict(zip(names('scales'), eight_bit)), float16_out=eight_bit.float16_out,
+                  max_logits=largest)
 
 
 def _aligned(x: Tensor) -> Tensor:

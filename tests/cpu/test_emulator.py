@@ -105,6 +105,9 @@ RIGHT = {
     'largest': f'''mov.u32 %r10, dynamic; st.shared.u32 [%r10], -100; bar.sync 0;
         ld.global.u32 %r3, [%rd4]; atom.shared.max.s32 %r4, [%r10], %r3; bar.sync 0;
         ld.shared.u32 %r2, [%r10]; {STORE_R2}''',
+    'smallest': f'''mov.u32 %r10, dynamic; st.shared.u32 [%r10], -1; bar.sync 0;
+        ld.global.u32 %r3, [%rd4]; atom.shared.min.u32 %r4, [%r10], %r3; bar.sync 0;
+        ld.shared.u32 %r2, [%r10]; {STORE_R2}''',
     'all_agree': '''ld.global.u32 %r3, [%rd4]; setp.ne.s32 %p1, %r3, 0;
         bar.red.and.pred %p2, 0, %p1; bar.red.and.pred %p3, 0, %p1; selp.u32 %r2, 2, 3, %p2;
         selp.u32 %r2, %r2, 5, %p3; st.global.u32 [%rd5], %r2;''',
@@ -270,6 +273,8 @@ def test_atomics(emulator):
     x = torch.randint(-50, 50, (64,), dtype=torch.int32)
     error, out = run(emulator, 'largest', x)
     assert not error and (out == x.max()).all()
+    error, out = run(emulator, 'smallest', x)    # as unsigned: -50 is large
+    assert not error and (out == x[x >= 0].min()).all()
     error, out = run(emulator, 'wide_sum', x)    # sums of 4 * thread, from all ones
     assert not error and out.view(torch.int64)[0] == 4 * sum(range(64)) - 1
 

@@ -79,6 +79,9 @@ def test_opcheck_attend(others, name):
     given = without_nan(CASES[name].arguments('cpu'))
     tensors_and_numbers = attend_arguments(given, **others)
     opcheck(OPS.attend_cache.default, tensors_and_numbers, test_utils=utils_of(given))
+    largest = attend_cache.empty_rows(given['q']).fill_(7)
+    opcheck(OPS.attend_cache.default, attend_arguments(given, **others, max_logits=largest),
+            test_utils=utils_of(given))
     out = OPS.attend_cache(*tensors_and_numbers)[0]
     opcheck(OPS.attend_cache.default,
             (*tensors_and_numbers[:3], torch.empty_like(out), *tensors_and_numbers[4:]),
@@ -90,8 +93,8 @@ def test_schemas():
                       for x in (attend_cache.Attend, attend_cache.Rotary))
     for op, first, defaults, mutated in (
             (OPS.append_and_attend, 8, rotary + attend,
-             ['k', 'v', 'out', 'k_scales', 'v_scales']),
-            (OPS.attend_cache, 4, attend, ['out'])):
+             ['k', 'v', 'out', 'k_scales', 'v_scales', 'max_logits']),
+            (OPS.attend_cache, 4, attend, ['out', 'max_logits'])):
         listed = op.default._schema.arguments
         assert [(x.name, x.default_value) for x in listed[first:]] == defaults
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
@@ -116,14 +119,15 @@ def test_packed_keys():
 def test_compiled_with_append(name, dynamic):
     """One graph; the caches are written in place."""
     def step(given: dict) -> tuple:
-        return flash_attn_with_kvcache(**given | dict(return_softmax_lse=True))
+        return flash_attn_with_kvcache(**given | dict(return_softmax_lse=True,
+                                                     return_max_logits=True))
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend='aot_eager', dynamic=dynamic)
     given, same = CASES[name].arguments('cpu'), CASES[name].arguments('cpu')
     with torch.no_grad():
         got, wanted = compiled(given), step(same)
-    for ours, theirs in zip(got, wanted):
+    for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours, theirs)
     for key in ('k_cache', 'v_cache'):
         assert torch.equal(given[key].float().nan_to_num(7), same[key].float().nan_to_num(7))
@@ -188,7 +192,7 @@ class Counted:
     ({'softmax_scale': 0.5}, 'softmax_scale'), ({'window_size': (3, 0)}, 'window_right'),
     ({'return_softmax_lse': True}, 'return_lse'), ({'num_splits': 2}, 'num_splits'),
     ({'pack_gqa': True}, 'pack_gqa'), ({'max_seqlen_q': 4}, 'cu_seqlens_k_new'),
-    ({'latent': True}, 'qv')], ids=str)
+    ({'latent': True}, 'qv'), ({'return_max_logits': True}, 'max_logits')], ids=str)
 def test_trailing_defaults_are_dropped(options, last, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (attend, *kvcache._EAGER[1:]))
@@ -201,7 +205,8 @@ def test_trailing_defaults_are_dropped(options, last, monkeypatch):
 def test_arguments_in_the_order_of_the_list():
     taken = list(inspect.signature(build).parameters)
     fields, defaults = attend_cache.Attend._fields, attend_cache.Attend._field_defaults
-    assert {*fields} - {*taken} == {'cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k'}
+    assert {*fields} - {*taken} == {'cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k',
+                                    'max_logits'}
     assert attend_cache.Attend(*build(*taken))._asdict() == defaults | dict(zip(taken, taken))
 
 

@@ -36,6 +36,8 @@ OPTIONS = {
     'fixed': dict(split_size=128, count=1000), 'margin': dict(sm_margin=100, count=1000),
     'out': dict(out=True, tokens=(2, 3)), 'no_lse': dict(lse=False), 'pages_of_1': dict(
         page_size=1, pages=900), 'one_query': dict(tokens=(1, 1), count=1000),
+    'maxima': dict(max_logits=True, counts=True, tokens=(3, 2), sinks=True),
+    'maxima_of_parts': dict(max_logits=True, num_splits=7, count=1000, lse=False),
 }
 
 
@@ -80,14 +82,16 @@ def test_blocks(kind, page_size, block, device):
                                      dict(tokens=(7,), sinks=True, out=True), dict(wild=True),
                                      dict(block=64, page_size=64, count=5, heads_first=True),
                                      dict(block=64, page_size=128, count=5, wild=True),
-                                     dict(block=128, page_size=128, count=3, tokens=(2, 5))],
+                                     dict(block=128, page_size=128, count=3, tokens=(2, 5)),
+                                     dict(max_logits=True, sinks=True, tokens=(3, 2))],
                          ids=str)
 @pytest.mark.parametrize('kind', ['gqa_64', 'gqa_128', 'gqa_128_fp16', 'kv8'])
 def test_lists_by_head(kind, options, device):
     check_case(case_of(kind, by_head=True, **options), device)
 
 
-@pytest.mark.parametrize('options', [{}, dict(block=64, count=7), dict(sinks=True, counts=True)],
+@pytest.mark.parametrize('options', [{}, dict(block=64, count=7), dict(sinks=True, counts=True),
+                                     dict(max_logits=True)],
                          ids=str)
 @pytest.mark.parametrize('kind', ['latent', 'gqa_128', 'gqa_64'])
 def test_packed_tokens(kind, options, device):

@@ -47,6 +47,7 @@ def pages_of(arguments: dict) -> Tensor:
 class Returned(NamedTuple):
     out: Tensor
     lse: Tensor | None
+    max_logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,14 @@ class CacheCase(NamedByChanges):
     data: str = 'normal'                    # a name in cases.DATA
     logit_std: float = 1.0
     lse: bool = True
+    max_logits: bool = False
     out: bool = False                       # a given output
 
     @property
     def seed(self) -> int:
         """Equal for cases that differ only in how the work is done."""
         same = dataclasses.replace(self, num_splits=0, split_size=0, metadata=False, pack_gqa=None,
-                                   sm_margin=0, lse=True, out=False)
+                                   sm_margin=0, lse=True, max_logits=False, out=False)
         return zlib.crc32(str(same).encode())
 
     @property
@@ -365,6 +367,7 @@ class CacheCase(NamedByChanges):
                  'softcap': self.softcap, 'num_splits': self.num_splits,
                  'pack_gqa': self.pack_gqa, 'sm_margin': self.sm_margin,
                  'return_softmax_lse': self.lse}
+        given |= {'return_max_logits': True} if self.max_logits else {}
         given |= {'shared_prefix': self.shared} if self.shared else {}
         return given | ({'split_size': self.split_size} if self.split_size else {})
 
@@ -386,12 +389,11 @@ def call(case: CacheCase, arguments: dict, **changes) -> Returned:
     if case.rope_free:
         changes |= dict(q=None, k_cache=None, softmax_scale=case.score.scale)
     result = flash_attn_with_kvcache(**arguments | changes)
-    if not case.lse:
-        assert isinstance(result, Tensor)
-        return Returned(result, None)
-    out, lse, *others = result
-    assert len(others) == 2 and all(x.numel() == 0 for x in others)
-    return Returned(out, lse)
+    out, *others = (result,) if isinstance(result, Tensor) else result
+    assert len(others) == 3 * case.lse + case.max_logits
+    largest = others.pop() if case.max_logits else None
+    assert all(x.numel() == 0 for x in others[1:])
+    return Returned(out, others[0] if case.lse else None, largest)
 
 
 def copied(arguments: dict) -> dict:

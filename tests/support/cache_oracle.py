@@ -256,7 +256,8 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     inputs = inputs._replace(k=inputs.k.to(narrow), v=inputs.v.to(narrow))
     if case.by_page or (case.latent and case.kv8):    # K is rounded to 16 bits
         rounded = attend(inputs.to(torch.float64), case, lengths, tree)
-        floor = floor + (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
+        pairs = [(rounded.lse, ref.lse)] + [(rounded.row_max, ref.row_max)] * case.max_logits
+        floor = floor + torch.stack([(x - y).abs().nan_to_num(nan=0.0) for x, y in pairs]).amax(0)
     return Expected(inputs, lengths, ref, attend(inputs, case, lengths, tree), floor)
 
 
@@ -314,8 +315,8 @@ def packed(case: CacheCase, got: Returned) -> Returned:
     """Without a batch."""
     if case.is_packed:
         return got
-    lse = None if got.lse is None else got.lse.transpose(0, 1).flatten(1)
-    return Returned(got.out.flatten(0, 1), lse)
+    rows = (None if x is None else x.transpose(0, 1).flatten(1) for x in got[1:])
+    return Returned(got.out.flatten(0, 1), *rows)
 
 
 def check_shapes(case: CacheCase, arguments: dict, got: Returned) -> None:
@@ -323,9 +324,16 @@ def check_shapes(case: CacheCase, arguments: dict, got: Returned) -> None:
     assert got.out.shape == (*q.shape[:-1], case.columns_v) and got.out.dtype == case.out_dtype
     if case.out:
         assert got.out.data_ptr() == arguments['out'].data_ptr(), 'out: another tensor was returned'
-    if got.lse is not None:
-        assert got.lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
-        assert got.lse.dtype == (torch.float64 if case.dtype == 'fp64' else torch.float32)
+    for rows in got[1:]:
+        assert rows is None or rows.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
+        assert rows is None or rows.dtype == (torch.float64 if case.dtype == 'fp64'
+                                              else torch.float32)
+
+
+def by_row(own: Returned) -> list[tuple[str, Tensor]]:
+    """What the call gives for each row, by the names of Outputs."""
+    return [(name, x) for name, x in (('lse', own.lse), ('row_max', own.max_logits))
+            if x is not None]
 
 
 def check_fp8_trees(case: CacheCase, arguments: dict, own: Returned, want: Expected) -> None:
@@ -333,8 +341,8 @@ def check_fp8_trees(case: CacheCase, arguments: dict, own: Returned, want: Expec
     for b, (rows, one, score) in enumerate(sequences):
         scales = Scales(*(None if x is None else x[b:b + 1] for x in scales_of(arguments)))
         fp8_data.check_fp8(own.out[None, rows], one, scales, score)
-        if own.lse is not None:
-            fp8_data.check_fp8_lse(own.lse[None, :, rows], one, scales, score)
+        for name, x in by_row(own):
+            fp8_data.check_fp8_lse(x[None, :, rows], one, scales, score, name=name)
 
 
 def check_result(case: CacheCase, arguments: dict, got: Returned,
@@ -349,13 +357,14 @@ def check_result(case: CacheCase, arguments: dict, got: Returned,
     if case.wide == E4M3:
         same = want.inputs, scales_of(arguments), case.score, want.lengths
         fp8_data.check_fp8(own.out, *same)
-        if own.lse is not None:
-            fp8_data.check_fp8_lse(own.lse, *same)
+        for name, x in by_row(own):
+            fp8_data.check_fp8_lse(x, *same, name=name)
     else:
         compare.check_close(own.out, ref.out, pt.out, 'out')
-        if own.lse is not None:
-            toward = (ref.lse - own.lse).clamp(-want.lse_floor, want.lse_floor)
-            compare.check_lse(own.lse.double() + toward.nan_to_num(nan=0.0), ref.lse)
+        for name, x in by_row(own):
+            wanted = getattr(ref, name)
+            toward = (wanted - x).clamp(-want.lse_floor, want.lse_floor)
+            compare.check_lse(x.double() + toward.nan_to_num(nan=0.0), wanted, name)
     blind = (ref.row_max == -math.inf).T
     assert (own.out[blind] == 0).all(), 'out of rows that see no key'
 
@@ -394,6 +403,7 @@ def check_same(got: Returned, wanted: Returned) -> None:
 def one_of(case: CacheCase, got: Returned, b: int) -> Returned:
     """The results of one sequence."""
     if not case.is_packed:
-        return Returned(got.out[b], None if got.lse is None else got.lse[b])
+        return Returned(*(None if x is None else x[b] for x in got))
     first, end = ([0, *itertools.accumulate(case.queries)][i] for i in (b, b + 1))
-    return Returned(got.out[first:end], None if got.lse is None else got.lse[:, first:end])
+    rows = (None if x is None else x[:, first:end] for x in got[1:])
+    return Returned(got.out[first:end], *rows)

@@ -55,6 +55,7 @@ class ChosenCase:
     split_size: int = 0
     sm_margin: int = 0
     lse: bool = True
+    max_logits: bool = False
     out: bool = False
     seed: int = 0
 
@@ -163,7 +164,8 @@ class ChosenCase:
                 'v_descale': rows[..., 512:528].view(torch.float32)[:, :, 0]}
 
     def _options(self) -> dict:
-        options = {'softmax_scale': self.softmax_scale, 'return_softmax_lse': self.lse}
+        options = {'softmax_scale': self.softmax_scale, 'return_softmax_lse': self.lse,
+                   **({'return_max_logits': True} if self.max_logits else {})}
         if self.sparse:
             return options
         options |= dict(softcap=self.softcap, num_splits=self.num_splits,
@@ -198,7 +200,8 @@ class ChosenCase:
         narrow = [x.to(wide) for x in exact]
         ref, pt, rounded = (self._attend(x, qv, k, v, exists, given.get('s_aux')) for x, k, v in (
             (q.double(), *exact), (q, *narrow), (q.double(), *(x.double() for x in narrow))))
-        return ref, pt, (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
+        floor = ((x - y).abs().nan_to_num(nan=0.0) for x, y in zip(rounded[1:], ref[1:]))
+        return ref, pt, torch.maximum(*floor)
 
     def _attend(self, q: Tensor, qv: Tensor | None, k: Tensor, v: Tensor, exists: Tensor,
                 s_aux: Tensor | None) -> Returned:
@@ -209,6 +212,8 @@ class ChosenCase:
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         logits = logits.masked_fill(~exists[:, :, None], -math.inf)
+        largest = logits.amax(-1) if logits.size(-1) else logits.new_full(logits.shape[:-1],
+                                                                          -math.inf)
         if s_aux is not None:
             sinks = s_aux.view(heads_k, -1, 1).to(logits.dtype)
             logits = torch.cat([logits, sinks.expand(len(q), -1, -1, 1)], -1)
@@ -216,7 +221,7 @@ class ChosenCase:
             logits.shape[:-1], -math.inf)
         p = logits.softmax(-1)[..., :k.size(2)].nan_to_num(nan=0.0)
         out = torch.einsum('thgn,thnd->thgd', p, v)
-        return Returned(out.flatten(1, 2), lse.flatten(1, 2).T.double())
+        return Returned(out.flatten(1, 2), *(x.flatten(1, 2).T.double() for x in (lse, largest)))
 
 
 def named(case: ChosenCase, given: dict) -> tuple[Callable, dict]:
@@ -233,7 +238,8 @@ def named(case: ChosenCase, given: dict) -> tuple[Callable, dict]:
 def call(case: ChosenCase, given: dict, **changes) -> Returned:
     function, given = named(case, given | changes)
     result = function(**given)
-    return Returned(result, None) if isinstance(result, Tensor) else Returned(*result[:2])
+    out, *others = (result,) if isinstance(result, Tensor) else result
+    return Returned(out, others[0] if case.lse else None, others[-1] if case.max_logits else None)
 
 
 def check_case(case: ChosenCase, device: str | torch.device) -> Returned:
@@ -252,10 +258,11 @@ def check(case: ChosenCase, given: dict, got: Returned) -> None:
     assert got.out.dtype == given['q'].dtype and (got.out is given.get('out') or
                                                   got.out.is_contiguous())
     compare.check_close(got.out.flatten(0, len(case.tokens) - 1), ref.out, pt.out, 'out')
-    if not case.lse:
-        assert got.lse is None
-        return
-    lse = got.lse if len(case.tokens) == 1 else got.lse.transpose(0, 1).flatten(1)
-    assert lse.shape == ref.lse.shape and got.lse.is_contiguous()
-    toward = (ref.lse - lse).clamp(-floor, floor)    # K that is rounded to 16 bits
-    compare.check_lse(lse + toward.nan_to_num(nan=0.0), ref.lse)
+    assert (got.lse is not None) == case.lse and (got.max_logits is not None) == case.max_logits
+    for name, wanted, rows in zip(got._fields[1:], ref[1:], got[1:]):
+        if rows is None:
+            continue
+        own = rows if len(case.tokens) == 1 else rows.transpose(0, 1).flatten(1)
+        assert own.shape == wanted.shape and rows.is_contiguous()
+        toward = (wanted - own).clamp(-floor, floor)    # K that is rounded to 16 bits
+        compare.check_lse(own + toward.nan_to_num(nan=0.0), wanted, name)

@@ -101,19 +101,21 @@ class FlashMlaData:
             latents = self.latents.to(E4M3).double() * scale
         return torch.cat([latents, self.rotary.double()], -1)
 
-    def check(self, out: Tensor, lse: Tensor) -> None:
-        """lse: (queries, heads), natural."""
+    def check(self, out: Tensor, lse: Tensor, largest: Tensor | None = None) -> None:
+        """lse, and the largest scores: (queries, heads), natural."""
         exists, rows = self.exists(), self.indices.flatten(0, -2).long()
         keys = self.exact()[rows.masked_fill(~exists, 0)].masked_fill(~exists[..., None], 0)
         q = self.q.flatten(0, -3)
-        ref, ref_lse = self._attend(q.double(), keys, exists)
-        pt, _ = self._attend(q, keys.bfloat16(), exists)
+        ref, ref_lse, ref_largest = self._attend(q.double(), keys, exists)
+        pt, *_ = self._attend(q, keys.bfloat16(), exists)
         assert out.shape == (*self.q.shape[:-1], LATENTS) and out.dtype == torch.bfloat16
         assert (ref_lse == math.inf).any() and lse.dtype == torch.float32
         compare.check_close(out.flatten(0, -3), ref, pt, 'out')
         compare.check_lse(lse, ref_lse)
+        if largest is not None:
+            compare.check_lse(largest, ref_largest, 'max_logits')
 
-    def _attend(self, q: Tensor, keys: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, keys: Tensor, exists: Tensor) -> tuple[Tensor, ...]:
         logits = torch.einsum('thd,tnd->thn', q, keys) * self.softmax_scale
         logits = logits.masked_fill(~exists[:, None], -math.inf)
         lse = logits.double().logsumexp(-1)
@@ -122,4 +124,4 @@ class FlashMlaData:
         if self.sink is not None:
             share = torch.sigmoid(lse - self.sink.double()).nan_to_num(nan=0.0)
             out = out * share[..., None].to(out.dtype)
-        return out, lse.masked_fill(lse == -math.inf, math.inf)
+        return out, lse.masked_fill(lse == -math.inf, math.inf), logits.amax(-1)

@@ -203,11 +203,12 @@ def _generic_address_of_shared(writer, match, operands, site):
     return f'{writer.value(operands[0])} = {writer.value(operands[1])} + t.kSharedWindow;'
 
 
-@_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.([us]\d+)')
+@_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max|min)\.([us]\d+)')
 def _atomic(writer, match, operands, site):
     result, address, value = operands
     kind, added = INTEGERS[match[3]], writer.value(value)
-    change = f'old + {added}' if match[2] == 'add' else f'std::max<{kind}>(old, {added})'
+    change = (f'old + {added}' if match[2] == 'add' else
+              f'std::{match[2]}<{kind}>(old, {added})')
     return (f'{writer.value(result)} = t.update_{match[1]}<{kind}>({writer.address(address)}, '
             f'[&]({kind} old) {{ return {kind}({change}); }}, {site});')
 

@@ -16,6 +16,13 @@ struct OutputParts {
     auto const [q_stage, warpgroup, thread] = writer;
     FwdWork<Traits> const work = shared.work[q_stage][warpgroup];
     release_queries(shared, q_stage, warpgroup, thread);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (thread % 4 == 0) {
+        raise_largest(p, work.rows, fragment_row(thread) + 8 * r,
+                      softmax.largest_logit(r, p.softmax_scale));
+      }
+    }
     if (work.location.part.parts == 1) {
       ResultColumns<Traits>{p, work, thread, 0}.write(tOrO);
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
