@@ -162,7 +162,7 @@ inline constexpr Rule kRules[] = {
     {kCachePass, "qv", kExcludes, {"softcap", "q of float8_e4m3fn", "descale_by_page"}},
     {kCachePass, "descale_by_page", kNeeds, {"q of 16 bits and a cache of float8_e4m3fn"}},
     {kCachePass, "descale_by_page", kNeeds, {"page_table", "k_descale", "v_descale"}},
-    {kCachePass, "return_max_logits", kExcludes, {"shared_prefix", "split_size"}},
+    {kCachePass, "return_max_logits", kExcludes, {"shared_prefix"}},
     {kCachePass, "page_table", kExcludes, {"cache_batch_idx"}},
     {kCachePass, "q_descale", kNeeds, {"q of float8_e4m3fn"}},
     {kCachePass, "k_descale", kNeeds, {"k_cache of float8_e4m3fn"}},

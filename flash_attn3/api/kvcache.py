@@ -242,7 +242,8 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
         appended=k.size(1) if is_dense else 0, return_lse=call['return_softmax_lse'],
         max_seqlen_q=longest(call['max_seqlen_q'], q, starts),
         float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3,
-        keys_chosen=call['indices'] is not None)
+        keys_chosen=call['indices'] is not None,
+        max_logits=attend_cache.empty_rows(q) if call['return_max_logits'] else None)
     window = checks.window_sides(call['window_size'])
     positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
     return own, Rotary(call['rotary_cos'], call['rotary_sin'], positions,

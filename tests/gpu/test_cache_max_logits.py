@@ -14,7 +14,7 @@ from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with
 from tests.gpu.fp8_calls import call_of
 from tests.support import compare
 from tests.support.cache_cases import CacheCase, mixed
-from tests.support.cache_oracle import check_case, check_same, run
+from tests.support.cache_oracle import check_case, check_result, check_same, run
 from tests.support.general_cases import GeneralCase
 from tests.support.general_oracle import check as check_general
 from tests.support.general_oracle import run as run_general
@@ -80,6 +80,20 @@ def test_the_same_bits_each_time_and_in_parts(kind, device):
         check_same(run(case, arguments)[0], wanted)
     got, _ = run(case, arguments, num_splits=1)
     compare.check_equal(got.max_logits, wanted.max_logits, 'max_logits')
+
+
+@every_shape
+@pytest.mark.parametrize('kind', ['bf16-64', 'fp16-128', '192x128', '512', 'kv8', 'mla-16',
+                                  'mla-128'])
+def test_split_size(kind, shape, device):
+    """Other launches give them, so that out and the LSE keep their bits."""
+    case = dataclasses.replace(SHAPES[shape], **KINDS[kind], split_size=256)
+    arguments = case.arguments(device)
+    got, after = run(case, arguments)
+    check_result(case, after, got)
+    plain, _ = run(dataclasses.replace(case, max_logits=False),
+                   {**arguments, 'return_max_logits': False})
+    check_same(got._replace(max_logits=None), plain)
 
 
 def test_scores_of_any_sign(device):
@@ -152,10 +166,7 @@ def test_rows_of_no_sequence(function, device):
 
 
 # ----------------------------------------------------------------------------------------- refused
-@pytest.mark.parametrize('other', [dict(split_size=64), dict(shared_prefix=64)], ids=str)
-def test_what_does_not_go_with_it(other, device):
-    case = dataclasses.replace(DECODE, lengths=((1, 200),) * 2)
-    arguments = case.arguments(device)
-    name, = other
-    with pytest.raises(RuntimeError, match=f'expected no {name} with return_max_logits, got both'):
-        flash_attn_with_kvcache(**arguments | other)
+def test_shared_prefix(device):
+    arguments = dataclasses.replace(DECODE, lengths=((1, 200),) * 2).arguments(device)
+    with pytest.raises(RuntimeError, match='expected no shared_prefix with return_max_logits'):
+        flash_attn_with_kvcache(**arguments, shared_prefix=64)

@@ -71,22 +71,24 @@ def test_features(case, head_dim, features, granularity, device):
 @pytest.mark.smoke
 @every_way
 @every_feature
+@pytest.mark.parametrize('fp8_accum', ['fast', 'promote'])
 @pytest.mark.parametrize('head_dims', [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
-def test_max_logits(head_dims, features, granularity, device):
+def test_max_logits(head_dims, fp8_accum, features, granularity, device):
     """After the scales and the softcap, without the sink and the scales of v."""
-    for case, options in itertools.product((DENSE, PACKED, LONG), ({}, {'fp8_accum': 'promote'})):
+    for case in (DENSE, PACKED, LONG):
         case = dataclasses.replace(case, head_dim=head_dims[0], head_dim_v=head_dims[1],
                                    **features, max_logits=True)
-        check_case(case, device, granularity, **options)
+        check_case(case, device, granularity, fp8_accum=fp8_accum)
 
 
 @pytest.mark.smoke
 @every_head_dim
-def test_max_logits_change_no_bit(head_dim, device):
+@pytest.mark.parametrize('features', [{'window': (70, 40)}, {'sinks': 'fp32'}, {'softcap': 3.0}],
+                         ids=str)
+def test_max_logits_change_no_bit(features, head_dim, device):
     """Of what the same kernel gives without them."""
-    for features in ({'window': (70, 40)}, {'sinks': 'fp32'}, {'softcap': 3.0}):
-        call = call_of(dataclasses.replace(PACKED, head_dim=head_dim, **features), device)
-        check_same(call.run(return_max_logits=True)[:2], call.run())
+    call = call_of(dataclasses.replace(PACKED, head_dim=head_dim, **features), device)
+    check_same(call.run(return_max_logits=True)[:2], call.run())
 
 
 @every_head_dim
