@@ -137,7 +137,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     # done: out stays as it is, and the next call attends.
     ('keys_chosen', 'bool', False, 'choice'),
     # Of ops on a cache, which write into it; shaped as the LSE, float32; float64 for float64.
-    ('max_logits', 'Tensor?', None, 'largest'),
+    ('max_logits_out', 'Tensor?', None, 'largest'),
     # The choice itself, for gradients. indices: (total_q, 1 or heads_k, n) int32, blocks of rows of
     # k. index_counts: (total_q,), how many indices of each list are used. index_block: rows per
     # block. q_latent: qv, or None. scale: the softmax scale.
@@ -191,10 +191,10 @@ OPS = {
     'bwd': Op(('upstream', 'inputs', 'outputs', *_BACKWARD), (*_GRADIENTS, 'dsinks')),
     'bwd_out': Op(('upstream', 'inputs', 'outputs', 'given_gradients', *_BACKWARD), ('dsinks',),
                   writes=_GRADIENTS),
-    'attend_cache': Op(('inputs', 'given', *_CACHE), ('out', 'lse'), writes=('out', 'max_logits')),
+    'attend_cache': Op(('inputs', 'given', *_CACHE), ('out', 'lse'), writes=('out', 'max_logits_out')),
     'append_and_attend': Op(('inputs', 'new', 'given', 'set_scales', 'rotary', *_CACHE),
                             ('out', 'lse', 'rotated'),
-                            writes=('k', 'v', 'out', 'k_scales', 'v_scales', 'max_logits')),
+                            writes=('k', 'v', 'out', 'k_scales', 'v_scales', 'max_logits_out')),
     'fwd_quantized': Op(('inputs', 'lengths', 'score', 'execution', 'gradients', 'quantization',
                          'promote', 'mask'), ('out', 'lse', 'max_logits'), is_composed=True),
     'quantize_fp8': Op(('rows', 'rotation'), ('values', 'scales')),

@@ -115,7 +115,7 @@ CUTE_DEVICE void raise_largest(FwdDeviceParams const& p, FwdRows const& rows, in
 template <class Traits, class Softmax>
 CUTE_DEVICE void store_largest(FwdDeviceParams const& p, FwdRows const& rows, int thread,
                                Softmax const& softmax, int r) {
-  if (!Traits::kHasRowOptions || p.max_logits == nullptr || r >= 2) {
+  if (p.max_logits == nullptr || !Traits::kHasRowOptions || r >= 2) {
     return;
   }
   RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);

@@ -59,6 +59,17 @@ inline bool is_contiguous(TensorMeta const& meta) {
   return true;
 }
 
+// Where kernels write the largest logits: `given` on a cache, else `result`; null: not wanted.
+inline float* largest_rows(AttentionCall const& call, OwnedTensor const& given,
+                           OwnedTensor const& result) {
+  if (given && !is_contiguous(describe(given))) {
+    throw std::runtime_error(
+        error_text(call.op(), "max_logits_out to be contiguous", "other strides"));
+  }
+  bool const is_wanted = given || call.execution.return_max_logits;
+  return is_wanted ? static_cast<float*>(mutable_data(given ? given : result)) : nullptr;
+}
+
 // A float32 for each row and head of a tensor (batch, rows, heads, columns) or (rows, heads,
 // columns), as an LSE has: (batch, heads, rows) or (heads, rows).
 inline OwnedTensor allocate_rows(char const* op, TensorMeta const& like) {

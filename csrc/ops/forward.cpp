@@ -22,9 +22,6 @@ void check(AttentionCall const& call, OpTensors const& tensors, Rules rules) {
     return throw_if(check_call(call, rules == Rules::kAnyDtype && call.is_fp8()));
   }
   throw_if(check_cache(call));
-  if (auto const& largest = call.largest.max_logits; largest && !is_contiguous(*largest)) {
-    throw_if(error_text(call.op(), "max_logits to be contiguous", "other strides"));
-  }
   if (has_shared_prefix(call)) {
     throw_if(check_cache(call_of_prefix(call, as_one_sequence(call.q))));
   }
@@ -84,9 +81,7 @@ void run(AttentionCall& call, OpTensors& tensors, ForwardResults const& results)
   if (append) {
     append->run(stream);
   }
-  if (!only_appends(call)) {
-    fill(tensors.max_logits, -INFINITY);  // kernels on a cache raise it
-  }
+  fill(tensors.max_logits_out, -INFINITY);
   if (attention) {
     attention->run(stream);
   } else if (!only_appends(call)) {

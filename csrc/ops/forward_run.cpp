@@ -74,13 +74,6 @@ void view_no_keys(FwdParams& params, AttentionCall const& call, OpTensors& input
   params.k = params.v = TensorView{mutable_data(inputs.k), 0, row, row};
 }
 
-// On a cache: whether the launches of the call give the largest logits. WHY others with split_size:
-// kernels round otherwise where they know the exact maxima, and the bits with split_size are one
-// set.
-bool gives_largest(AttentionCall const& call) {
-  return call.largest.max_logits && call.execution.split_size == 0;
-}
-
 void set_params(FwdParams& params, AttentionCall const& call, OpTensors& inputs,
                 ForwardResults const& results, TensorView const& out) {
   char const* const op = call.op();
@@ -88,9 +81,7 @@ void set_params(FwdParams& params, AttentionCall const& call, OpTensors& inputs,
   params.out_dtype = out_dtype_of(call);
   params.o = out;
   params.lse = call.splits.return_lse ? floats_of(results.lse) : nullptr;
-  params.max_logits = gives_largest(call)                ? floats_of(inputs.max_logits)
-                      : call.execution.return_max_logits ? floats_of(results.max_logits)
-                                                         : nullptr;
+  params.max_logits = largest_rows(call, inputs.max_logits_out, results.max_logits);
   params.q = readable(op, inputs.q, call.q);
   if (call.latent.qv) {
     params.qv = readable(op, inputs.qv, *call.latent.qv);
@@ -134,13 +125,6 @@ ForwardRun::ForwardRun(AttentionCall& call, OpTensors& inputs, ForwardResults co
     call.prefix.shared_prefix = 0;
     target_.emplace(call.op(), results.out);
     add(call, inputs, results, target_->view(), stream);
-    if (call.largest.max_logits && !gives_largest(call)) {
-      AttentionCall own = call;
-      own.execution.split_size = 0;
-      own.splits.return_lse = false;
-      unread_out_ = allocate_out(call);
-      add(own, inputs, results, Target(call.op(), unread_out_).view(), stream);
-    }
   }
 }
 

@@ -56,7 +56,6 @@ class ForwardRun {
 
   ForwardResults const& results_;
   std::optional<Target> target_;  // none: parts are merged into the results
-  OwnedTensor unread_out_;        // of launches that give the largest logits alone
   std::optional<Parts> parts_;
   std::optional<Launch> launches_[4];  // on a cache a part may have two
   int count_ = 0;

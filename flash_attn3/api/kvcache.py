@@ -69,8 +69,7 @@ def flash_attn_with_kvcache(
 
     Sequence b has the keys of slots cache_leftpad[b] to cache_seqlens[b], then the new ones. Masks
     count from its first key, causal is bottom-right. A refused call changes no cache.
-    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty);
-    with return_max_logits, also max_logits, last: as lse, the largest score, without s_aux.
+    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -93,7 +92,7 @@ def flash_attn_with_kvcache(
     """
     if q is None or k_cache is None:
         q, k_cache, softmax_scale = rope_free.of_cache(q, k_cache, v_cache, qv, softmax_scale, k, v)
-    tensors = q, k_cache, v_cache, out
+    tensors, k_set, v_set = (q, k_cache, v_cache, out), None, None
     if q_descale is not None or k_descale is not None or v_descale is not None:
         q_descale, k_descale, v_descale = descales_of(
             (q_descale, k_descale, v_descale), tensors, cu_seqlens_q, descale_by_page, qv)
@@ -110,7 +109,6 @@ def flash_attn_with_kvcache(
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, q, cu_seqlens_q)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
-    k_set = v_set = None
     if v is not None and descale_by_page != (qv is not None) and v.dtype != v_cache.dtype:
         k_set, v_set, k_descale, v_descale = _descales_to_set(k_descale, v_descale, descale_by_page)
     own = attend_arguments.build(
@@ -120,16 +118,15 @@ def flash_attn_with_kvcache(
         shared_prefix, cu_seqlens_q, longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
         q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv,
         out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3, indices is not None)
-    if return_max_logits:
-        own = Attend(*own)._replace(max_logits=attend_cache.empty_rows(q))
+    own, functions = _served(own, q, functions_for(q, _OP, split_size), return_max_logits)
     if shared_prefix != 0:
         prefix_rules.check(tensors, Attend(*own))
     pick = indices is not None or index_counts is not None or index_block != 1
     if k is None and v is None and rotary_cos is None and rotary_sin is None and not pick:
-        return _attend(functions_for(q, _OP, split_size), tensors, own, return_softmax_lse)
+        return _attend(functions, tensors, own, return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, None if rotary_cos is None else rotary_seqlens,
               rotary_interleaved, bool(causal) or left != -1 or right != -1 or pick)
-    return _append(functions_for(q, _OP, split_size), tensors, (k, v, k_set, v_set), rotary, own,
+    return _append(functions, tensors, (k, v, k_set, v_set), rotary, own,
                    return_softmax_lse, Choice(indices, index_block, index_counts) if pick else None)
 
 
@@ -174,19 +171,19 @@ def flash_attn_sparse_func(
     needs_grad = is_grad_enabled() and _some_require_grad(given, SPARSE.name, _OF_SPARSE)
     own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
                  return_lse=return_softmax_lse or needs_grad, keys_chosen=True,
-                 split_size=invariance.split_size_of(0),
-                 max_logits=attend_cache.empty_rows(q.detach()) if return_max_logits else None)
+                 split_size=invariance.split_size_of(0))
     tensors = q, k.unsqueeze(0), v.unsqueeze(0), None
     choice = Choice(indices, index_block, index_counts)
     layout = layout_of(tensors, own, choice, SPARSE)
-    attend, _ = functions_for(q, SPARSE.name, own.split_size)
+    own, (attend, _) = _served(own, q, functions_for(q, SPARSE.name, own.split_size),
+                               return_max_logits)
     call = attend, tensors, own, choice, layout, SPARSE
     if needs_grad:
         out, lse = chosen_gradients.attention(attend_to_chosen, call, qv, own.sinks,
                                               softmax_scale, deterministic)
     else:
         out, lse = attend_to_chosen(*call)
-    results = (out, *[lse] * return_softmax_lse, *[own.max_logits] * return_max_logits)
+    results = (out, *[lse] * return_softmax_lse, *[own.max_logits_out] * return_max_logits)
     return results if len(results) > 1 else out
 
 
@@ -243,7 +240,8 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
         max_seqlen_q=longest(call['max_seqlen_q'], q, starts),
         float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3,
         keys_chosen=call['indices'] is not None,
-        max_logits=attend_cache.empty_rows(q) if call['return_max_logits'] else None)
+        max_logits_out=(attend_cache.empty_rows(q) if call['return_max_logits']
+                        and call['split_size'] == 0 else None))    # with it by another call
     window = checks.window_sides(call['window_size'])
     positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
     return own, Rotary(call['rotary_cos'], call['rotary_sin'], positions,
@@ -318,6 +316,43 @@ def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
     return k_descale, v_descale, None, None
 
 
+def _served(own: tuple, q: Tensor, functions: tuple,
+            return_max_logits: bool) -> tuple[tuple, tuple]:
+    """The arguments with memory for max_logits, if asked for, and the functions that serve them.
+    With split_size another call gives max_logits. WHY: kernels round otherwise where they know the
+    exact maxima, and the bits with split_size are one set.
+    """
+    if not return_max_logits:
+        return own, functions
+    own = Attend(*own)._replace(max_logits_out=attend_cache.empty_rows(q.detach()))
+    if own.split_size == 0:
+        return own, functions
+    attend, append_and_attend = functions
+
+    def give_largest(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> None:
+        attend(q, k, v, None, *own._replace(split_size=0, return_lse=False))
+
+    def attend_twice(q, k, v, out, *arguments, **named):
+        own = Attend(*arguments, **named)
+        results = attend(q, k, v, out, *own._replace(max_logits_out=None))
+        give_largest(q, k, v, own)
+        return results
+
+    def append_and_attend_twice(q, k, v, *given):
+        count = len(Attend._fields)
+        *new, k_scales, v_scales = given[:5]
+        rotary, own = given[5:-count], Attend(*given[-count:])
+        results = append_and_attend(q, k, v, *new, k_scales, v_scales, *rotary,
+                                    *own._replace(max_logits_out=None))
+        if not own.keys_chosen:    # the next call attends to those
+            is_rotated = Rotary(*rotary).rotary_cos is not None
+            own = attend_cache.with_descales(own, k_scales, v_scales)
+            give_largest(results[2] if is_rotated else q, k, v, own)
+        return results
+
+    return own, (attend_twice, append_and_attend_twice)
+
+
 def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> Result:
     """What flash_attn_with_kvcache returns. tensors: q, the caches and out; own: the fields of
     Attend up to the last one that differs from its default.
@@ -369,8 +404,9 @@ def attend_to_chosen(op: Callable, tensors: tuple, own: Attend, choice: Choice, 
     if out is not None:
         *_, result = lowered
     if layout.rows is not None:
-        if own.max_logits is not None:
-            own.max_logits.transpose(-1, -2).copy_(arguments['max_logits'].view(q.shape[:-1]))
+        if own.max_logits_out is not None:
+            largest = arguments['max_logits_out'].view(q.shape[:-1])
+            own.max_logits_out.copy_(largest.transpose(-1, -2))
         result = result.view(*q.shape[:-1], v.size(-1))
         has_later_sinks = own.sinks is not None and 'sinks' not in arguments
         if own.return_lse or has_later_sinks:
@@ -408,8 +444,8 @@ def lower(tensors: tuple, own: Attend, choice: Choice, layout: Layout) -> tuple[
         del arguments['sinks']
         arguments.setdefault('return_lse', True)
     rows = chosen_keys.rows_of(q, layout)
-    if own.max_logits is not None and layout.rows is not None:
-        arguments['max_logits'] = attend_cache.empty_rows(rows)
+    if own.max_logits_out is not None and layout.rows is not None:
+        arguments['max_logits_out'] = attend_cache.empty_rows(rows)
     return (rows, chosen_keys.view_of(k, k_view),
             chosen_keys.view_of(v, v_view), chosen_keys.out_of(out, layout)), arguments
 

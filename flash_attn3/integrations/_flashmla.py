@@ -81,7 +81,9 @@ def _rotary(x: Tensor) -> Tensor | None:
 
 def _attend(call: dict[str, Any], k: Tensor | None, v: Tensor,
             **options) -> tuple[Tensor, ...]:
-    """(out, lse), and max_logits if asked for. A query without keys has an LSE of +inf, which a sink does not change."""
+    """(out, lse), and max_logits if asked for. A query without keys has an LSE of +inf, which a
+    sink does not change.
+    """
     q, indices, sink = call['q'], call['indices'], call['attn_sink']
     if checks.reads_contents(q):    # what is outside counts as none there, and is an error here
         slots = v.size(0) * v.size(1)

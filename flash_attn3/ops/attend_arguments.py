@@ -15,7 +15,7 @@ from flash_attn3.ops.attend_cache import Attend
 _STEPS = ('cache', *names('score', 'splits', 'split_size'), 'prefix', 'lengths', 'pack_gqa',
           'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out', 'choice')
 # What keeps its default: arguments of packed keys, and the last one, which few calls give.
-_APART = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k', 'max_logits')
+_APART = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k', 'max_logits_out')
 
 
 def _is_given(argument: Argument) -> str:

@@ -276,7 +276,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     rows = _rows_of(q, own.cu_seqlens_q, own.seqused_q)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
-    wants_largest = own.max_logits is not None
+    wants_largest = own.max_logits_out is not None
     largest = heads_last.clone() if wants_largest else None
     batch = len(rows)
     keys, values = _keys_of(k, own, batch), _keys_of(v, own, batch)
@@ -303,7 +303,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
         if wants_largest:
             largest[row] = part.row_max[0].transpose(0, 1)
     if wants_largest:
-        own.max_logits.copy_(largest.transpose(-1, -2))
+        own.max_logits_out.copy_(largest.transpose(-1, -2))
     return Outputs(out, heads_last.transpose(-1, -2).contiguous())
 
 

@@ -179,7 +179,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
         dense_and_varlen.check_cuda_contents(q, k, general)
     needs_grad = call.needs_grad()
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
-    largest = q.new_empty(0) if own.max_logits is None else own.max_logits
+    largest = q.new_empty(0) if own.max_logits_out is None else own.max_logits_out
     k, v = _aligned(k), _aligned(v)
     if out is not None:
         _, lse = _attend(q, k, v, out, *own._replace(float16_out=False))    # out says its dtype
@@ -214,7 +214,7 @@ def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
                   pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
                   **dict(zip(names('scales'), eight_bit)), float16_out=eight_bit.float16_out,
-                  max_logits=largest)
+                  max_logits_out=largest)
 
 
 def _aligned(x: Tensor) -> Tensor:

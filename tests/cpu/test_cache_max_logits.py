@@ -1,4 +1,4 @@
-"""return_max_logits on a cache and in parts, on the CPU path, and what does not go with it. The cases
+"""return_max_logits on a cache and in parts, on the CPU path, and what does not go with it. Cases
 of the kernels: tests/gpu/test_cache_max_logits.py.
 """
 from __future__ import annotations
@@ -84,9 +84,9 @@ def test_split_size_and_invariant():
 
 
 @pytest.mark.parametrize('shape, dtype, text', [
-    ((2, 1, 2), torch.float32, r'max_logits to have the shape \(2, 2, 1\)'),
-    ((2, 2, 1), torch.bfloat16, 'max_logits.dtype to be float32')], ids=str)
+    ((2, 1, 2), torch.float32, r'max_logits_out to have the shape \(2, 2, 1\)'),
+    ((2, 2, 1), torch.bfloat16, 'max_logits_out.dtype to be float32')], ids=str)
 def test_a_wrong_tensor(shape, dtype, text):
     q, k = torch.randn(2, 1, 2, 16), torch.randn(2, 16, 2, 16)
     with pytest.raises(RuntimeError, match=text):
-        OPS.attend_cache(q, k, k, max_logits=torch.empty(shape, dtype=dtype))
+        OPS.attend_cache(q, k, k, max_logits_out=torch.empty(shape, dtype=dtype))

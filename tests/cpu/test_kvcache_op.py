@@ -80,7 +80,7 @@ def test_opcheck_attend(others, name):
     tensors_and_numbers = attend_arguments(given, **others)
     opcheck(OPS.attend_cache.default, tensors_and_numbers, test_utils=utils_of(given))
     largest = attend_cache.empty_rows(given['q']).fill_(7)
-    opcheck(OPS.attend_cache.default, attend_arguments(given, **others, max_logits=largest),
+    opcheck(OPS.attend_cache.default, attend_arguments(given, **others, max_logits_out=largest),
             test_utils=utils_of(given))
     out = OPS.attend_cache(*tensors_and_numbers)[0]
     opcheck(OPS.attend_cache.default,
@@ -93,8 +93,8 @@ def test_schemas():
                       for x in (attend_cache.Attend, attend_cache.Rotary))
     for op, first, defaults, mutated in (
             (OPS.append_and_attend, 8, rotary + attend,
-             ['k', 'v', 'out', 'k_scales', 'v_scales', 'max_logits']),
-            (OPS.attend_cache, 4, attend, ['out', 'max_logits'])):
+             ['k', 'v', 'out', 'k_scales', 'v_scales', 'max_logits_out']),
+            (OPS.attend_cache, 4, attend, ['out', 'max_logits_out'])):
         listed = op.default._schema.arguments
         assert [(x.name, x.default_value) for x in listed[first:]] == defaults
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
@@ -192,7 +192,7 @@ class Counted:
     ({'softmax_scale': 0.5}, 'softmax_scale'), ({'window_size': (3, 0)}, 'window_right'),
     ({'return_softmax_lse': True}, 'return_lse'), ({'num_splits': 2}, 'num_splits'),
     ({'pack_gqa': True}, 'pack_gqa'), ({'max_seqlen_q': 4}, 'cu_seqlens_k_new'),
-    ({'latent': True}, 'qv'), ({'return_max_logits': True}, 'max_logits')], ids=str)
+    ({'latent': True}, 'qv'), ({'return_max_logits': True}, 'max_logits_out')], ids=str)
 def test_trailing_defaults_are_dropped(options, last, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (attend, *kvcache._EAGER[1:]))
@@ -206,7 +206,7 @@ def test_arguments_in_the_order_of_the_list():
     taken = list(inspect.signature(build).parameters)
     fields, defaults = attend_cache.Attend._fields, attend_cache.Attend._field_defaults
     assert {*fields} - {*taken} == {'cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k',
-                                    'max_logits'}
+                                    'max_logits_out'}
     assert attend_cache.Attend(*build(*taken))._asdict() == defaults | dict(zip(taken, taken))
 
 

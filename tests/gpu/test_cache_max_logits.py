@@ -1,5 +1,6 @@
 """return_max_logits on a cache: dense and paged, parts, several queries, e4m3, MLA; and of
-num_splits without a cache. Chosen keys: test_chosen_keys.py. Held to float64 like the LSE (tests/support/cache_oracle.py).
+num_splits without a cache. Chosen keys: test_chosen_keys.py. Held to float64 like the LSE
+(tests/support/cache_oracle.py).
 """
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ def descales(scales: Scales) -> dict[str, Tensor | None]:
 
 def check_fp8_lse(lse: Tensor, inputs: Inputs, scales: Scales, score: Score,
                   lengths: Lengths | None = None, name: str = 'lse') -> None:
-    """name: 'lse' or 'row_max', the largest score. Each row: |lse - ref| <= 34 * 2^-13 scale |q|' max |k|' + r, where |x|' are the norms above
-    and r is 1e-5 max(1, |ref|) + 1e-4; of the mean over the rows 2^-11 scale mean |q| max |k| +
-    mean r; -inf exactly where ref has it.
+    """name: 'lse' or 'row_max', the largest score. Each row: |lse - ref| <= 34 * 2^-13 scale |q|'
+    max |k|' + r, where |x|' are the norms above and r is 1e-5 max(1, |ref|) + 1e-4; of the mean
+    over the rows 2^-11 scale mean |q| max |k| + mean r; -inf exactly where ref has it.
     """
     ref = getattr(reference_fp8.attend(inputs, scales, score, lengths, with_row_max=True), name)
     compare.check_nonfinite(lse, ref, name)
@@ -79,7 +79,8 @@ def check_fp8_lse(lse: Tensor, inputs: Inputs, scales: Scales, score: Score,
     of_mean = 2.0 ** -11 * score.scale * _longest_products(q, k, torch.ones_like(column)) + rounding
     error = (lse.double() - ref).abs()[counts]
     bad = error > of_rows[counts]
-    assert not bad.any(), f'{name}: max error {error.max():.3e}, {bad.sum()} of {bad.numel()} too far'
+    assert not bad.any(), (f'{name}: max error {error.max():.3e}, {bad.sum()} of {bad.numel()} '
+                           'too far')
     most = of_mean[counts].mean()
     assert error.mean() <= most, f'{name}: mean error {error.mean():.3e} > {most:.3e}'
 
