@@ -478,7 +478,7 @@ def test_can_use():
     assert can_use(*e4m3().values(), **options) == (False, [on_cpu])
     for changes, text in (
             ({'v_descale': torch.ones(3)}, 'flash_attn3.flash_attn_func: expected '
-                                           'v_descale to have the shape (2, 2) or (2, 2, 1)')):
+                                           'v_descale to have the shape (2, 2) or (2, 2, 1)'),):
         is_fine, reasons = can_use(*e4m3().values(), **options | changes)
         assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
             text, on_cpu.split(', got')[0]]
