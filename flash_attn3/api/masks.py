@@ -327,6 +327,15 @@ class AttentionMask:
             return x.index_select(dim, own * x.size(dim) // heads[0])
         return self.part(('heads', heads, rank, ranks), cut)
 
+    def seen_by_query(self) -> Tensor:
+        """(rows,) int64: how many keys each query sees, over all sequences, of a mask without
+        blocks whose sequences have as many keys as queries.
+        """
+        starts = self._cu_seqlens
+        ends = mask_lists.clean_rows(self._intervals, Layout(self.rows, self.rows, starts, starts))
+        seen = (ends[..., 1::2] - ends[..., ::2]).sum(-1)
+        return seen if seen.dim() == 1 else seen.sum(0)
+
     def of_stream(self, op: str, q: Tensor, seqlen: int | None,
                   cu_seqlens: Tensor | None) -> Tensor:
         """Intervals of keys of a whole stream, (batch or 1, seqlen, n, 2), of a mask that has no

@@ -107,6 +107,14 @@ def check_alone(op: str, mask: AttentionMask, window: tuple[int, int]) -> None:
                                         'the mask says all that a query sees'))
 
 
+def check_intervals(op: str, mask: AttentionMask) -> None:
+    """Raises NotImplementedError for a mask of blocks."""
+    if mask.has_blocks:
+        raise NotImplementedError(checks.error(
+            op, 'a mask of intervals', repr(mask), 'ulysses_attention without ring_group takes '
+            'blocks'))
+
+
 def intervals_of(op: str, mask: AttentionMask, q: Tensor, seqlen: int | None,
                  cu_seqlens: Tensor | None) -> Tensor:
     """The intervals of a mask in the whole stream, as plan_of() takes them. q: (batch or 1, rows of
@@ -116,8 +124,5 @@ def intervals_of(op: str, mask: AttentionMask, q: Tensor, seqlen: int | None,
         NotImplementedError: a mask of blocks.
         RuntimeError: one that does not fit the call.
     """
-    if mask.has_blocks:
-        raise NotImplementedError(checks.error(
-            op, 'a mask of intervals', repr(mask), 'ulysses_attention without ring_group takes '
-            'blocks'))
+    check_intervals(op, mask)
     return mask.of_stream(op, q, seqlen, cu_seqlens)

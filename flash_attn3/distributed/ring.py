@@ -28,7 +28,7 @@ from flash_attn3.api.interface import asked_for
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.cpu import reference
 from flash_attn3.ops import autograd, checks, derivatives, dtensors, library, masked
-from flash_attn3.distributed import agreement, copies, exchange, masks
+from flash_attn3.distributed import agreement, copies, exchange, masks, orders
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
 from flash_attn3.ops.dense_and_varlen import (Execution, General, MaskTensors, for_backward,
                                               general_of)
@@ -44,19 +44,18 @@ class Ring(NamedTuple):
     the name of a process group, '' for none.
     """
     group: str
+    order: Sequence[int]                # of a Layout
     softmax_scale: float
     window: Sequence[int] = (-1, -1)    # (left, right); causal: (left, 0)
     softcap: float = 0.0
     seqlen: int = -1
-    zigzag: bool = True
     deterministic: bool = False
     return_max_logits: bool = False
 
 
-_ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, Tensor? intervals, str group, '
+_ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, Tensor? intervals, str group, int[] order, '
               'float softmax_scale, SymInt[] window=[-1, -1], float softcap=0.0, '
-              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False, '
-              'bool return_max_logits=False')
+              'SymInt seqlen=-1, bool deterministic=False, bool return_max_logits=False')
 LIBRARY = torch.library.Library('flash_attn3', 'FRAGMENT')
 LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor, '
                'Tensor)', tags=(torch.Tag.pt2_compliant_tag,))
@@ -70,7 +69,8 @@ def ring_attention(
         softmax_scale: float | None = None, causal: bool = False,
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
-        seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
+        seqlen: int | None = None, zigzag: bool = True, order: Sequence[int] | None = None,
+        deterministic: bool = False,
         return_attn_probs: bool = False, mask: AttentionMask | None = None,
         return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` on a sequence whose rows are divided among the ranks of a group.
@@ -90,6 +90,9 @@ def ring_attention(
             read, out is 0 there, lse -inf, and the gradients 0. Default: the rows of all ranks.
         zigzag: each rank holds two chunks, as `shard` divides rows, which balances causal attention
             and needs an even number of rows; False: one chunk. Default True.
+        order: in place of zigzag, which chunks of the sequence each rank holds, from
+            `balanced_order`: those of rank 0, rising, then those of rank 1, ..., as many of each.
+            shard, positions and unshard take the same order. Default: None.
         cu_seqlens: with three dimensions: where the sequences of the whole stream begin, and the
             end of the last, as in `flash_attn_varlen_func`: numbers, or a tensor of them. Each call
             reads a tensor on a GPU, for which the host waits. Padding follows the last sequence.
@@ -121,11 +124,12 @@ def ring_attention(
         >>> mine = flash_attn3.distributed.shard(tokens)    # (batch, seqlen) -> (batch, rows)
         >>> out = flash_attn3.distributed.ring_attention(*project(mine), causal=True)
     """
-    name, *_ = exchange.named(_OP, group)
+    name, _, ranks = exchange.named(_OP, group)
     results = attend_in_group(_OP, (q, k, v), name, dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
-        deterministic=deterministic, mask=mask, return_max_logits=return_max_logits))
+        s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen,
+        order=orders.order_of(ranks, zigzag, order), deterministic=deterministic, mask=mask,
+        return_max_logits=return_max_logits))
     return asked_for(results, return_attn_probs, return_max_logits)
 
 
@@ -163,8 +167,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
             raise NotImplementedError(text)
         intervals = masks.intervals_of(op, mask, q, seqlen, starts)
         seqlen, starts = intervals.size(1), None
-    own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), window,
-               options['softcap'], -1 if seqlen is None else seqlen, options['zigzag'],
+    own = Ring(group, options['order'], library.softmax_scale_of(q, options['softmax_scale']),
+               window, options['softcap'], -1 if seqlen is None else seqlen,
                checks.wants_determinism(options['deterministic']), options['return_max_logits'])
     results = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, intervals, *own)
     return tuple(x.squeeze(0) for x in results) if is_packed else results
@@ -180,7 +184,7 @@ def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None,
     rank, ranks = exchange.place_of(own.group)
     rows = q.size(1)
     seqlen = ranks * rows if own.seqlen == -1 else own.seqlen
-    layout = Layout(ranks, rows, seqlen, own.zigzag)
+    layout = Layout(ranks, rows, seqlen, tuple(own.order))
     if intervals is not None:
         return masks.plan_of(intervals, layout, rank)
     return masks.MaskedPlan(plan_of(layout, rank, tuple(own.window), starts), {})
@@ -195,12 +199,16 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     if text := checks.problem_text(dict(q=q, k=k, v=v),
                                    _general(q, own.window, tensors['s_aux'], own)):
         return text
-    rows, all_rows = q.size(1), exchange.place_of(own.group)[1] * q.size(1)
+    rows, ranks = q.size(1), exchange.place_of(own.group)[1]
+    all_rows = ranks * rows
     if k.size(1) != rows:
         return checks.error(_OP, f'k and v to have as many rows as q, {rows}', str(k.size(1)))
-    if own.zigzag and rows % 2:
-        return checks.error(_OP, 'an even number of rows with zigzag', str(rows),
-                            'pad with flash_attn3.distributed.shard, or pass zigzag=False')
+    if text := orders.problem(_OP, own.order, ranks):
+        return text
+    if rows % (count := len(own.order) // ranks):
+        return checks.error(_OP, f'rows of q to be divisible by {count}, the chunks of a rank',
+                            str(rows), 'pad with flash_attn3.distributed.shard, or pass '
+                            'zigzag=False')
     if own.seqlen > all_rows:
         return checks.error(_OP, f'seqlen to be at most {all_rows}, the rows of all ranks',
                             str(own.seqlen))

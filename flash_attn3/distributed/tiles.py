@@ -1,8 +1,9 @@
 """Which rows of a sequence a rank holds, and what it computes with the keys of each other rank.
 
-Plain integers: no tensor, no communication. The rows of all ranks are one stream of positions. Rank
-r of N holds two chunks of it, r and 2N - 1 - r (zigzag: under a causal mask all ranks have the same
-work), or one, r (contiguous). Padding follows the last position; no call reads it.
+Plain integers: no tensor, no communication. The rows of all ranks are one stream of positions, in
+chunks of one size. An order says which chunks each rank holds. Rank r of N has two chunks, r and
+2N - 1 - r (zigzag: under a causal mask all ranks have the same work), or one, r (contiguous), or
+those of orders.py. Padding follows the last position; no call reads it.
 
 A tile is a rectangle of local queries and of keys of one rank, with a window as the ops take it:
 aligned to its bottom-right corner. It has only visible keys, so each side of the window is 0 or
@@ -16,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import groupby
+from math import lcm
 from typing import NamedTuple
 
 
@@ -24,24 +26,24 @@ class Layout(NamedTuple):
 
     Attributes:
         ranks: in the ring.
-        rows: of each rank, padding included; even for zigzag.
+        rows: of each rank, padding included.
         seqlen: positions of the stream, up to ranks * rows.
-        zigzag: two chunks a rank, from both ends; else one.
+        order: the chunks of rank 0, rising, then those of rank 1, ...; as many on each rank.
     """
     ranks: int
     rows: int
     seqlen: int
-    zigzag: bool = True
+    order: tuple[int, ...]
 
     @property
     def chunk_rows(self) -> int:
-        return self.rows // 2 if self.zigzag else self.rows
+        return self.rows * self.ranks // len(self.order)
 
     def chunks(self, rank: int) -> list[tuple[int, int]]:
         """(first local row, first position) of each chunk of a rank."""
-        size = self.chunk_rows
-        last = [(size, (2 * self.ranks - 1 - rank) * size)] if self.zigzag else []
-        return [(0, rank * size), *last]
+        size, count = self.chunk_rows, len(self.order) // self.ranks
+        own = self.order[rank * count:(rank + 1) * count]
+        return [(n * size, chunk * size) for n, chunk in enumerate(own)]
 
     def positions_of(self, rank: int) -> int:
         """How many rows of a rank are positions: its first ones, before padding."""
@@ -49,10 +51,19 @@ class Layout(NamedTuple):
                    for _, start in self.chunks(rank))
 
 
-def layout_of(seqlen: int, ranks: int, parts: int = 1, zigzag: bool = True) -> Layout:
-    """The layout with the least padding in which the rows of a rank divide into equal parts."""
-    rows = -(-seqlen // (ranks * parts)) * parts
-    return Layout(ranks, rows if not zigzag or rows % 2 == 0 else rows + parts, seqlen, zigzag)
+def order_of(ranks: int, zigzag: bool = True) -> tuple[int, ...]:
+    """Two chunks a rank, from both ends, or one."""
+    if not zigzag:
+        return tuple(range(ranks))
+    return tuple(chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def layout_of(seqlen: int, ranks: int, order: tuple[int, ...], parts: int = 1) -> Layout:
+    """The layout with the least padding in which the rows of a rank divide into equal parts, and
+    into its chunks.
+    """
+    unit = lcm(parts, len(order) // ranks)
+    return Layout(ranks, -(-seqlen // (ranks * unit)) * unit, seqlen, order)
 
 
 class Segment(NamedTuple):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flash_attn3.api.interface import asked_for, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.ops import autograd, checks, derivatives, dtensors
-from flash_attn3.distributed import agreement, exchange, masks, ring
+from flash_attn3.distributed import agreement, exchange, masks, orders, ring
 from flash_attn3.ops.dense_and_varlen import General, general_of
 
 _OP = 'ulysses_attention'
@@ -32,8 +32,9 @@ def ulysses_attention(
         softmax_scale: float | None = None, causal: bool = False,
         window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
-        seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
-        return_attn_probs: bool = False, mask: AttentionMask | None = None,
+        seqlen: int | None = None, zigzag: bool = True, order: Sequence[int] | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False,
+        mask: AttentionMask | None = None,
         return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """`ring_attention` with the heads divided among the ranks of a group: two all-to-alls a call.
 
@@ -45,9 +46,9 @@ def ulysses_attention(
             ring. Default: all ranks.
         ring_group: the ranks with the same place in their groups, such as the other axis of a mesh
             of two, which form a ring. Default: no ring.
-        softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag,
+        softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag, order,
             deterministic, return_attn_probs, return_max_logits: as in `ring_attention`. s_aux: of
-            all heads. The rows of the whole group are even with zigzag.
+            all heads. zigzag, order: of the ring, for the rows of the whole group.
         mask: as in `ring_attention`; without ring_group it may have blocks, of all heads.
 
     Returns:
@@ -62,14 +63,17 @@ def ulysses_attention(
         >>> out = flash_attn3.distributed.ulysses_attention(q, k, v, causal=True, **groups)
     """
     name, rank, ranks = exchange.named(_OP, group)
-    ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
+    ring_name, _, ring_ranks = ('', 0, 1) if ring_group is None else exchange.named(
+        _OP, ring_group)
+    order = orders.order_of(ring_ranks, zigzag, order)
     for x in (q, k, v):
         dtensors.reject(_OP, x)
     derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
     if not torch.compiler.is_compiling():
         general = general_of(q, window_size=window_size, s_aux=s_aux, softcap=softcap,
                              softmax_scale=softmax_scale, op=_OP)
-        agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
+        text = orders.problem(_OP, order, ring_ranks) or _problem((q, k, v), general, ranks)
+        agreement.check(_OP, name, text, agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), dict(return_attn_probs=return_attn_probs,
                                                    return_max_logits=return_max_logits)))
     if mask is not None:
@@ -88,7 +92,7 @@ def ulysses_attention(
     else:
         out, *by_row = ring.attend_in_group(_OP, tensors, ring_name, options | dict(
             causal=causal, window_size=window_size, cu_seqlens=cu_seqlens, seqlen=seqlen,
-            zigzag=zigzag))
+            order=order))
     out = _heads_of_rows(out, ranks, name)
     lse = _numbers_of_rows(by_row[0], ranks, name) if return_attn_probs else None
     max_logits = _numbers_of_rows(by_row[-1], ranks, name) if return_max_logits else None

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from flash_attn3 import AttentionMask, distributed, env
 from flash_attn3.ops import library
 from flash_attn3.distributed import copies, exchange, masks, ring
+from flash_attn3.distributed.tiles import order_of
 from flash_attn3.cpu.reference import Mask, Score
 
 from tests.cpu.two_processes import Pair
@@ -215,7 +216,7 @@ def check_memory(rank: int, most: tuple[list[float], list[float]]) -> None:
     if rank >= count:
         return
     q, k, v, dout = (torch.randn(1, 64, 4, 64).bfloat16() for _ in range(4))
-    own = ring.Ring(group.group_name, 0.125, (-1, 0))
+    own = ring.Ring(group.group_name, order_of(count), 0.125, (-1, 0))
     with pytest.MonkeyPatch.context() as patch:
         # The op that merges on a GPU, not plain PyTorch with its temporaries.
         patch.setattr(ring.merging, '_list_is_served', lambda *_: True)
@@ -333,9 +334,11 @@ def test_masks_are_kept(ranks):
 
 def check_compiled_mask(rank: int) -> None:
     mask = AttentionMask.prefix_lm(torch.tensor([9], dtype=torch.int32), 64)
+    order = distributed.balanced_order(mask, RANKS, chunks=4)
+    assert len(order) == 16
 
     def both(q: Tensor, mask: AttentionMask) -> Tensor:
-        return (distributed.ring_attention(q * 2, q, q, mask=mask)
+        return (distributed.ring_attention(q * 2, q, q, mask=mask, order=order)
                 + distributed.ulysses_attention(q * 2, q, q, mask=mask))
 
     results = []
@@ -411,7 +414,8 @@ def call_with(group, change: str, **options) -> None:
     elif change:
         options |= {'causal': dict(causal=True), 'scale': dict(softmax_scale=0.5),
                     'largest': dict(return_max_logits=True), 'seqlen': dict(seqlen=20),
-                    'long': dict(seqlen=200)}[change]
+                    'long': dict(seqlen=200), 'order': dict(order=(1, 0, 2, 3)),
+                    'wrong order': dict(order=(0, 1, 2, 4))}[change]
     distributed.ring_attention(q, k, v, group=group, **options)
 
 
@@ -420,9 +424,11 @@ DIFFERENT = {    # what rank 2 does, and what all ranks then say
     'heads': 'same k.shape on all ranks', 'dtype': 'same q.dtype .*float16 on rank 2',
     'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)',
     'scale': 'same softmax_scale', 'largest': 'same return_max_logits .*True on rank 2',
-    'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
+    'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'divisible by 2, .*\(on rank 2 of the',
     'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
-    'long': 'seqlen to be at most 32, .*got 200.*rank 2'}
+    'long': 'seqlen to be at most 32, .*got 200.*rank 2',
+    'order': r'same order .*\[1, 0, 2, 3\] on rank 2 and \[0, 7, 1, 6, 2, 5, ',
+    'wrong order': 'order to hold each chunk from 0 to 3 once.*rank 2'}
 
 
 def check_different(rank: int, change: str) -> None:
@@ -457,7 +463,14 @@ def check_own_errors(rank: int) -> None:
              r's_aux to have the shape \(4,\), got \(8,\)'),
             (lambda: distributed.ulysses_attention(*(q.to(torch.float8_e4m3fn),) * 3), 'q.dtype'),
             (lambda: distributed.ulysses_attention(q, q[:, :4], q[:, :4]), 'as many rows as q, 8'),
-            (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen to be 0 or more')):
+            (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen to be 0 or more'),
+            (lambda: distributed.ring_attention(q, q, q, order=(0, 2)), 'as many of each of 4 ran'),
+            (lambda: distributed.ring_attention(q, q, q, order=tuple(range(12))),
+             'rows of q to be divisible by 3, the chunks of a rank, got 8'),
+            (lambda: distributed.ulysses_attention(q, q, q, order=(1,)), 'order to hold each chu'),
+            (lambda: distributed.positions(9, order=(0, 1, 3, 3)), 'order to hold each chunk'),
+            (lambda: distributed.shard(q, order=(1, 0) * 4), 'rising within a rank, got .1, 0, 1'),
+            (lambda: distributed.unshard(q, 9, order=(0,)), 'order to hold each chunk')):
         with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
             call()
 
@@ -503,7 +516,7 @@ def test_gpus_without_kernels(monkeypatch):
     monkeypatch.setattr(library, 'KERNELS_MISSING', 'there is no library')
     with FakeTensorMode():
         x = torch.empty(1, 8, 4, 16, device='cuda')
-        text = ring._problem(dict(q=x, k=x, v=x, s_aux=None), None, ring.Ring('', 1.0))
+        text = ring._problem(dict(q=x, k=x, v=x, s_aux=None), None, ring.Ring('', (0,), 1.0))
     assert text == ('flash_attn3.ring_attention: expected a Hopper GPU and its kernels, or CPU '
                     'tensors, got cuda:0; hint: there is no library')
 

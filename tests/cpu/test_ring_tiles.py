@@ -1,9 +1,12 @@
 """Which tiles the ranks of a ring compute, against the mask of the whole sequence; no processes."""
 from __future__ import annotations
 
+import math
+
 from hypothesis import given, strategies as st
 
-from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, Tile, layout_of, plan_of
+from flash_attn3.distributed.tiles import (Call, Layout, Plan, Step, Tile, layout_of, order_of,
+                                           plan_of)
 
 from tests.cpu.drawn import examples
 
@@ -11,17 +14,29 @@ WINDOWS = st.tuples(st.integers(-1, 12), st.integers(-1, 12))
 
 
 @st.composite
+def orders(draw, ranks: int):
+    """Contiguous, zigzag, or up to three chunks of each rank."""
+    if draw(st.booleans()):
+        return order_of(ranks, draw(st.booleans()))
+    count = draw(st.integers(1, 3))
+    chunks = draw(st.permutations(range(ranks * count)))
+    return tuple(chunk for first in range(0, len(chunks), count)
+                 for chunk in sorted(chunks[first:first + count]))
+
+
+@st.composite
 def problems(draw):
     """(layout, window, starts): starts of documents, or None."""
-    ranks, zigzag = draw(st.integers(1, 5)), draw(st.booleans())
-    rows = draw(st.integers(0, 6)) * (2 if zigzag else 1)
+    ranks = draw(st.integers(1, 5))
+    order = draw(orders(ranks))
+    rows = draw(st.integers(0, 6)) * (len(order) // ranks)
     seqlen = draw(st.integers(0, ranks * rows))
     starts = None
     if draw(st.booleans()):
         cuts = draw(st.lists(st.integers(0, seqlen), max_size=6))
         starts = (0, *sorted(cuts), seqlen)
     window = draw(st.one_of(st.just((-1, 0)), st.just((-1, -1)), WINDOWS))
-    return Layout(ranks, rows, seqlen, zigzag), window, starts
+    return Layout(ranks, rows, seqlen, order), window, starts
 
 
 def position_of(layout: Layout, rank: int, row: int) -> int:
@@ -102,7 +117,7 @@ def check_call(call: Call, step: Step, plan: Plan) -> None:
 
 def test_zigzag_balances_causal_attention():
     """Each rank has one call a step, all of the same work, and half of the keys travel once."""
-    layout = Layout(4, 16, 64)
+    layout = Layout(4, 16, 64, order_of(4))
     for rank in range(4):
         plan = plan_of(layout, rank, (-1, 0))
         for step in plan.steps[1:]:
@@ -116,26 +131,28 @@ def test_zigzag_balances_causal_attention():
 
 def test_full_attention_is_a_call_a_step():
     for zigzag in (True, False):
-        plan = plan_of(Layout(3, 8, 24, zigzag), 1, (-1, -1))
+        plan = plan_of(Layout(3, 8, 24, order_of(3, zigzag)), 1, (-1, -1))
         assert [len(step.calls) for step in plan.steps] == [1, 1, 1] and plan.cells == ((0, 8),)
 
 
 def test_only_ranks_that_see_each_other_exchange():
     """A window of a chunk reaches the chunk before; documents of a chunk reach nobody."""
-    plan = plan_of(Layout(8, 8, 64, False), 3, (5, 0))
+    plan = plan_of(Layout(8, 8, 64, order_of(8, False)), 3, (5, 0))
     assert [step.source for step in plan.steps if step.keys] == [3, 2]
     assert plan.steps[1].keys == (3, 8)    # five of its keys
-    plan = plan_of(Layout(8, 8, 64), 3, (-1, 0), tuple(range(0, 65, 4)))
+    plan = plan_of(Layout(8, 8, 64, order_of(8)), 3, (-1, 0), tuple(range(0, 65, 4)))
     assert [step.source for step in plan.steps if step.keys] == [3]
     (call,) = plan.steps[0].calls
     assert len(call.tiles) == 2
 
 
 @examples(200)
-@given(st.integers(0, 200), st.integers(1, 6), st.integers(1, 4), st.booleans())
-def test_layouts_pad_little(seqlen, ranks, parts, zigzag):
-    layout = layout_of(seqlen, ranks, parts, zigzag)
-    assert layout.rows % parts == 0 and (not zigzag or layout.rows % 2 == 0)
-    assert 0 <= ranks * layout.rows - seqlen < ranks * parts * (1 + zigzag)
+@given(st.integers(0, 200), st.integers(1, 6).flatmap(lambda ranks: st.tuples(
+    st.just(ranks), orders(ranks))), st.integers(1, 4))
+def test_layouts_pad_little(seqlen, ranks_and_order, parts):
+    ranks, order = ranks_and_order
+    layout, count = layout_of(seqlen, ranks, order, parts), len(order) // ranks
+    assert layout.rows % parts == 0 and layout.rows % count == 0
+    assert 0 <= ranks * layout.rows - seqlen < ranks * math.lcm(parts, count)
     chunks = [start for rank in range(ranks) for _, start in layout.chunks(rank)]
     assert sorted(chunks) == [i * layout.chunk_rows for i in range(len(chunks))]

@@ -92,6 +92,10 @@ class Case(NamedTuple):
             starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
             return dict(mask=MASKS[self.options['mask']](self.rows, starts))
 
+    def where(self) -> dict:
+        """The options that say which rows a rank has."""
+        return {name: self.options[name] for name in ('zigzag', 'order') if name in self.options}
+
     def larger(self, factor: int) -> Case:
         """With so many times the rows, the windows and the documents."""
         options = dict(self.options)
@@ -122,6 +126,10 @@ CASES = {
     'packed, padded after': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True,
                                                 return_max_logits=True)),
     'packed, full': Case(2, 1, 41, dict(cu_seqlens=DOCUMENTS)),
+    'causal, order': Case(4, 1, 61, dict(
+        causal=True, order=(2, 3, 6, 0, 5, 8, 1, 7, 11, 4, 9, 10))),
+    'packed, order': Case(2, 1, 41, dict(causal=True, cu_seqlens=DOCUMENTS,
+                                         order=(0, 3, 4, 1, 2, 5))),
     'packed, window': Case(4, 1, 41, dict(cu_seqlens=DOCUMENTS, window_size=(4, 2))),
     'ulysses': Case(1, 4, 21, dict(causal=True), heads_k=4),
     'ulysses, GQA repeated': Case(1, 4, 20, dict(causal=True, s_aux=True,
@@ -133,6 +141,12 @@ CASES = {
     'mask of scattered keys': Case(3, 1, 29, dict(mask='scattered')),
     'mask of a window, sinks, contiguous': Case(3, 1, 30, dict(mask='window', zigzag=False,
                                                                s_aux=True, return_max_logits=True)),
+    'mask, order': Case(4, 1, 61, dict(
+        mask='documents', order=(0, 5, 7, 3, 4, 9, 1, 6, 11, 2, 8, 10))),
+    'mask, order, sinks, two ranks': Case(2, 1, 29, dict(
+        mask='window', order=(1, 2, 4, 7, 0, 3, 5, 6), s_aux=True, return_max_logits=True)),
+    'packed mask, order': Case(4, 1, 47, dict(mask='packed', cu_seqlens=DOCUMENTS,
+                                              order=(3, 5, 0, 6, 2, 7, 1, 4))),
     'mask, few rows': Case(4, 1, 5, dict(mask='scattered')),
     'mask, packed': Case(4, 1, 47, dict(mask='packed', cu_seqlens=DOCUMENTS,
                                         return_max_logits=True)),
@@ -140,6 +154,7 @@ CASES = {
     'ulysses, mask of KV heads, GQA': Case(1, 4, 20, dict(mask='KV heads', s_aux=True)),
     'ulysses, mask, packed': Case(1, 4, 47, dict(mask='packed', cu_seqlens=DOCUMENTS,
                                                  return_max_logits=True), heads_k=4),
+    'both, mask, order': Case(2, 2, 27, dict(mask='scattered', order=(1, 2, 5, 0, 3, 4))),
     'both, mask': Case(2, 2, 27, dict(mask='scattered')),
     'both, packed': Case(2, 2, 41, dict(causal=True, cu_seqlens=DOCUMENTS))}
 
@@ -177,7 +192,7 @@ def whole(case: Case, tensors: Drawn) -> list[Tensor]:
     """out, lse and the gradients of q, k, v and sinks, in this process alone; then max_logits, if
     the case has them.
     """
-    options = {name: x for name, x in case.options.items() if name != 'zigzag'}
+    options = {name: x for name, x in case.options.items() if name not in case.where()}
     options |= case.mask_on(tensors.q.device)
     leaves = leaves_of(tensors)
     if 's_aux' in options:
@@ -230,17 +245,16 @@ def attention_of(case: Case, device_type: str) -> tuple[Callable, dict, dist.Pro
     All ranks ask for it; those that take no part get None instead of the last.
     """
     ranks = case.ring * case.ulysses
-    zigzag = case.options.get('zigzag', True)
     if case.ulysses == 1:
         group = dist.new_group(list(range(ranks)))
         takes_part = dist.get_rank() < ranks
         return (lambda *args, **options: distributed.ring_attention(*args, group=group, **options),
-                dict(group=group, zigzag=zigzag), group if takes_part else None)
+                dict(group=group) | case.where(), group if takes_part else None)
     mesh = init_device_mesh(device_type, (case.ring, case.ulysses), mesh_dim_names=('r', 'u'))
     ring = mesh['r'] if case.ring > 1 else None
     groups = dict(group=mesh['u'], ring_group=ring)
     return (lambda *args, **options: distributed.ulysses_attention(*args, **groups, **options),
-            dict(group=ring, ulysses_group=mesh['u'], zigzag=zigzag), dist.group.WORLD)
+            dict(group=ring, ulysses_group=mesh['u']) | case.where(), dist.group.WORLD)
 
 
 def on_ranks(case: Case, tensors: Drawn, attention: tuple, **others) -> list[Tensor]:
