@@ -79,7 +79,7 @@ MASKS = [MaskCase(((67, 300),) * 2, 'two', by_batch=True, s_aux=True, max_logits
          MaskCase(((150, 200),), 'blind', Blocks(128, 64, heads='k'), softcap=3.0),
          MaskCase(LENGTHS, 'one', Blocks(), is_packed=True, behind=9),
          MaskCase(((3, 5), (200, 100), (0, 7), (130, 0), (300, 400)), blocks=FINE, is_packed=True)]
-MASK_HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
+MASK_HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (64, 512)
 FP8_MASK_HEAD_DIMS = (128, 128), (256, 256)
 
 
@@ -151,10 +151,6 @@ def general_calls() -> list[tuple[GeneralCase, Kind]]:
             for kind in [GradientKind(dtype, head_dim, causal)]]
 
 
-def has_gradients(case: MaskCase) -> bool:
-    return case.softcap == 0
-
-
 def mask_calls() -> list[MaskCase]:
     """Every kernel with lists for 16 bits."""
     found = [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v)
@@ -180,7 +176,7 @@ def with_lists(case: MaskCase, device: str,
     general = General(**lists, sinks=given.s_aux, softcap=case.softcap)
     lengths = tuple(lists.values())
     tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0,
-                     has_gradients(case) and not is_fp8, is_fp8)
+                     not is_fp8, is_fp8)
     return tensors, general, given.mask.tensors_of('attend', tensors[:2], lengths, tiles,
                                                    lambda: None, is_fp8)
 
@@ -188,9 +184,9 @@ def with_lists(case: MaskCase, device: str,
 def kernels_of_mask(case: MaskCase) -> set[str]:
     """Those that the planners take on an H100."""
     tensors, general, mask = with_lists(case, 'meta')
-    planners = [_plan.plan_forward, _plan.plan_backward][:1 + has_gradients(case)]
     return {checks.problem_text(dict(zip('qkv', tensors)), general, mask, rules_of='cuda',
-                                check=planner)['name'] for planner in planners}
+                                check=planner)['name']
+            for planner in (_plan.plan_forward, _plan.plan_backward)}
 
 
 def kernel_of_fp8_mask(case: MaskCase) -> str:
@@ -305,11 +301,10 @@ def run_masked(case: MaskCase) -> None:
     execution = Execution(return_max_logits=case.max_logits)[:-1]
     out, lse, _ = torch.ops.flash_attn3.attend(*tensors, None, *general, *execution, *EightBit(),
                                                *mask)
-    if has_gradients(case):
-        out, lse, dout, dlse = map(from_host, (out, lse, out, lse))
-        for deterministic in (False, True):
-            torch.ops.flash_attn3.bwd(dout, dlse, *tensors, out, lse,
-                                      *for_backward(general, deterministic, mask))
+    out, lse, dout, dlse = map(from_host, (out, lse, out, lse))
+    for deterministic in (False, True):
+        torch.ops.flash_attn3.bwd(dout, dlse, *tensors, out, lse,
+                                  *for_backward(general, deterministic, mask))
     torch.cuda.synchronize()
 
 

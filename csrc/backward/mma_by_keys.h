@@ -213,7 +213,9 @@ struct KeysConsumer : BwdProducts<Traits> {
     float2 const* const lse = Base::row_values(shared.lse_log2[q_stage(count)]);
     float2 const* const delta = Base::row_values(shared.delta[dout_stage(count)]);
     CUTE_UNROLL
-    for (int j = 0; j < Traits::kTileM / 8; ++j) {
+    for (int i = 0; i < Traits::kTileM / 8; ++i) {
+      // WHY: with lists ptxas (13.0) spills if the first pair is the first.
+      int const j = Traits::kHasLists ? Traits::kTileM / 8 - 1 - i : i;
       float2 const pair = delta[4 * j];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {

@@ -73,6 +73,7 @@ struct AttentionCall : CallArguments {
   bool is_paged() const { return bool(cache.page_table); }
   int64_t table_columns() const { return is_paged() ? cache.page_table->size[1] : 1; }
   bool has_softcap() const { return score.softcap != 0.0; }
+  bool has_lists() const { return bool(is_backward ? mask.query_lists : mask.key_lists); }
   int64_t sink_count() const { return score.sinks ? score.sinks->size[0] : 0; }
 
   // Queries that share a list of keys. Kernels for lists of one block each take dense batches of

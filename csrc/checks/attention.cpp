@@ -20,8 +20,8 @@ bool check_head_dims(Solver& solver, Call const& call) {
   char const* const note = solver.is_fp8()                                   ? " with float8_e4m3fn"
                            : call.execution.split_size > 0 && !call.on_cache ? " with split_size"
                            : call.choice.keys_chosen && !call.latent.qv      ? " with indices"
-                           : call.mask.key_lists && call.has_softcap() ? " with mask and softcap"
-                                                                       : "";
+                           : call.has_lists() && call.has_softcap() ? " with mask and softcap"
+                                                                    : "";
   Range const range = {step, *note ? kMaxNarrowHeadDim : kMaxHeadDim, step, note};
   bool const is_padded = solver["D"] % step == 0 || solver["D"] > range.most;
   bool const halves_values = solver["D"] <= kLongValuesHeadDim && !solver.is_fp8();
@@ -114,10 +114,10 @@ bool check_limits(Solver& solver, Call const& call) {
 
 bool check_attention(Solver& solver, Call const& call) {
   constexpr unsigned kPasses = kCallPass | kKeyPass;
-  bool const has_lists = bool(call.is_backward ? call.mask.query_lists : call.mask.key_lists);
   return check_rules<kPasses>(solver, call) && check_rows<kPasses>(solver, call) &&
          check_limits(solver, call) && (!solver.is_fp8() || check_rows<kScalePass>(solver, call)) &&
-         (!solver.on_cuda() || has_lists || !(call.mask.mask_rows || call.mask.mask_blocks) ||
+         (!solver.on_cuda() || call.has_lists() ||
+          !(call.mask.mask_rows || call.mask.mask_blocks) ||
           solver.refuse("lists with mask_rows or mask_blocks", "None")) &&
          check_memory<kPasses>(solver, call);
 }

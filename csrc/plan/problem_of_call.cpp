@@ -135,7 +135,7 @@ void set_mask(FwdProblem& problem, AttentionCall const& call) {
   bool const has_no_keys = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
   bool const has_row_features =
       !call.is_backward && (call.sink_count() > 0 || call.execution.return_max_logits);
-  bool const has_lists = call.is_backward ? bool(call.mask.query_lists) : bool(call.mask.key_lists);
+  bool const has_lists = call.has_lists();
   problem.listed_rows = has_lists && !call.is_backward ? call.listed_rows() : 0;
   bool const is_general = is_limited || problem.is_packed || has_row_features || has_no_keys;
   problem.kind = has_lists            ? (call.has_softcap() ? kListsSoftcapKernel : kListsKernel)

@@ -116,12 +116,13 @@ FORWARD = _forward_variants()
 
 def _backward_variants() -> list[Variant]:
     all_kinds = 'Full Causal General Softcap'
+    listed = ' Lists ListsSoftcap'
     tiles = [(f'BwdTileD{head_dim}', head_dim, f'{all_kinds}{lists}') for head_dim, lists in (
-        (64, ' Lists'), (96, ''), (128, ' Lists'), (192, ' Lists'), (256, ' Lists'))]
+        (64, listed), (96, ''), (128, listed), (192, ' Lists'), (256, listed))]
     tiles += [(f'BwdTileD{tile}', head_dims, 'Causal General') for tile, head_dims in (
         ('128Narrow', '64x128'), ('64x256', '64x256'), ('128Narrow', '96x64'),
         ('128Narrow', '128x64'), ('192x128', '192x128'))]
-    tiles += [('BwdTileD256', 512, 'Causal General Softcap Lists')]
+    tiles += [('BwdTileD256', 512, 'Causal General Softcap Lists ListsSoftcap')]
     return [Variant(tile, dtype, kind, head_dim)
             for tile, head_dim, kinds in tiles for kind in kinds.split()
             for dtype in ('Bf16', 'Fp16')]

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from flash_attn3.api.interface import flash_attn_varlen_func
 from flash_attn3.api.masks import AttentionMask
-from flash_attn3.ops import checks, dtensors, library
+from flash_attn3.ops import checks, dtensors
 from flash_attn3.ops.dense_and_varlen import LAYOUTS
 from flash_attn3.ops.mask_shapes import completion_intervals
 
@@ -44,7 +44,6 @@ def flash_attn_completions_func(
         is (heads_q, total), float32 (float64 for float64), over all keys that a query sees.
 
     Raises:
-        NotImplementedError: gradients with a softcap on a Hopper GPU.
         RuntimeError, NotImplementedError: as `AttentionMask.completions` and
             `flash_attn_varlen_func`.
     """
@@ -52,11 +51,6 @@ def flash_attn_completions_func(
         warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=2)
     dtensors.reject(_OP, q)
     checks.length_bound('max_seqlen', max_seqlen, q, _OP)
-    if softcap and q.is_cuda and checks.needs_grad(q, k, v) and library.kernels_serve(q.device):
-        raise NotImplementedError(checks.error(
-            _OP, 'no softcap for gradients on a GPU', str(softcap),
-            'flash_attn_varlen_func on the prompt, and on each completion with a copy of the '
-            "prompt's keys and values before its own"))
     if q.dim() != 3:
         raise RuntimeError(checks.error(_OP, f'q to have the shape {LAYOUTS[3]}',
                                         str(tuple(q.shape))))

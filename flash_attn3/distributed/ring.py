@@ -162,9 +162,6 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     sinks = checks.sinks_of(options['s_aux'], q, op)
     if mask is not None:
         masks.check_alone(op, mask, window)
-        if q.is_cuda and checks.needs_grad(q, k, v, sinks) and (
-                text := masked.gradient_text(op, options['softcap'])):
-            raise NotImplementedError(text)
         intervals = masks.intervals_of(op, mask, q, seqlen, starts)
         seqlen, starts = intervals.size(1), None
     own = Ring(group, options['order'], library.softmax_scale_of(q, options['softmax_scale']),

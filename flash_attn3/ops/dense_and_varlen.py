@@ -202,9 +202,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
                    arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     general = from_backward(arguments)
     mask = MaskTensors(*_mask_of_backward(_Backward(*arguments)))
-    # Only kernels have no softcap for gradients with a mask; the forward has checked its value.
-    is_masked = any(x is not None for x in mask)
-    checks.check_backward(tensors, general._replace(softcap=0.0) if is_masked else general, mask)
+    checks.check_backward(tensors, general, mask)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents(q, k, general)
     visible = visible_of(q, k, general, mask)

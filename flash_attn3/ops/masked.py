@@ -43,11 +43,6 @@ def problem_text(call: Call, num_splits: int) -> str:
                                  invariance.HINT if invariance.OPEN else '')
 
 
-def gradient_text(op: str, softcap: float) -> str:
-    """Why our kernels have no gradients for a call with a mask, or ''."""
-    return softcap and checks.error(op, 'no softcap for gradients with mask on a GPU', str(softcap))
-
-
 def sizes_of(call: Call) -> MaskTensors:
     """Empty tensors with the shapes that a mask of intervals has, for the planner."""
     q, *_ = call.tensors
@@ -160,9 +155,6 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         fp8.reject_missing(call.op, q)
     if needs_grad or not is_served or _has_other_rank(call):
         _check(call)    # else the op does, and a mask before it is compared with a call
-    if needs_grad and q.is_cuda and is_served:
-        if text := gradient_text(call.op, general.softcap):
-            raise NotImplementedError(text)
     given = _tensors_of(call, needs_grad, is_fp8)
     if is_served:
         if is_compiling() and out is None and not is_fp8:

@@ -77,14 +77,11 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
     plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits, mask)
-    has_lists = 'Lists' in plans[0].get('name', '')
     if needs_grad and eight_bit is None and 'reason' not in plans[0]:
         plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
-    elif needs_grad and has_lists:
-        reasons += filter(None, [masked.gradient_text(op, features.get('softcap', 0.0))])
     reasons += _device_problems(q, plans)
     return not reasons, reasons
 

@@ -479,7 +479,7 @@ def test_tiles_of_kernels():
 
 @pytest.mark.parametrize('maker, head_dim, softcap, text', [
     ('documents', 512, 3.0, ''), ('prefix_lm', 512, 0.0, ''),
-    ('prefix_lm', 256, 3.0, 'no softcap for gradients'), ('prefix_lm', 256, 0.0, '')])
+    ('prefix_lm', 512, 3.0, 'with mask and softcap'), ('prefix_lm', 256, 3.0, '')])
 def test_can_use_of_gradients(maker, head_dim, softcap, text):
     """Documents run as packed sequences, other masks with lists."""
     q = torch.randn(1, 200, 2, head_dim, dtype=torch.bfloat16, requires_grad=True)

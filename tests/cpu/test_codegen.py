@@ -65,7 +65,7 @@ SPILLED_BYTES: dict[str, int] = {
     **{f'Fwd{dtype}D64x512LatentDecodeKv8': 64 for dtype in ('Bf16', 'Fp16')},
     # A step: addresses of dS, and of what the other CTA of the cluster receives.
     **{f'Bwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
-        ('Causal', 52), ('General', 76), ('Softcap', 40), ('Lists', 56))}}
+        ('Causal', 52), ('General', 76), ('Softcap', 40), ('Lists', 56), ('ListsSoftcap', 48))}}
 MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
@@ -84,7 +84,7 @@ LOADED_IN_LOOPS = {
     'FwdBf16D256SoftcapFolded': 10, 'FwdFp16D256SoftcapFolded': 10,
     **{f'Fwd{dtype}D64x512LatentDecodeKv8': 1 for dtype in ('Bf16', 'Fp16')},
     **{f'Bwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
-        ('Causal', 21), ('General', 31), ('Softcap', 19), ('Lists', 22))},
+        ('Causal', 21), ('General', 31), ('Softcap', 19), ('Lists', 22), ('ListsSoftcap', 20))},
 }
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With

@@ -148,21 +148,6 @@ def test_softcap():
     check_dense(dataclasses.replace(CASE, softcap=2.0))
 
 
-def test_softcap_has_no_gradients_on_a_gpu(monkeypatch):
-    """An error before the lists are looked at; without gradients the lists are next."""
-    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
-    q, k, v = (x.as_subclass(_OnGpu) for x in CASE.tensors('cpu')[:3])
-    text = (f'{HINT}no softcap for gradients on a GPU, got 2.0; hint: flash_attn_varlen_func on '
-            "the prompt, and on each completion with a copy of the prompt's keys and values")
-    for leaf in (q, k, v):
-        leaf.requires_grad_()
-        with pytest.raises(NotImplementedError, match=re.escape(text)):
-            flash_attn_completions_func(q, k, v, None, None, softcap=2.0)
-        with torch.no_grad(), pytest.raises(RuntimeError, match='cu_seqlens to be int32'):
-            flash_attn_completions_func(q, k, v, None, None, softcap=2.0)
-        leaf.requires_grad_(False)
-
-
 def test_gradcheck():
     """Numerical derivatives of out and of the LSE, along random directions."""
     case = dataclasses.replace(CASE, trees=((3, 2, 1), (1, 2)), behind=0)

@@ -238,7 +238,8 @@ def drawn(pick: random.Random, lengths: Callable[..., tuple]) -> MaskCall:
         by_batch=pick.random() < 0.5, is_packed=is_packed, head_dim=dims[0], head_dim_v=dims[1],
         heads=pick.choice(HEADS), dtype=pick.choice(('bf16', 'fp16')),
         behind=pick.choice((0, 0, pick.randint(1, 70))) if is_packed else 0,
-        softcap=pick.choice((0.0, 3.0, 3.0)) if kind == 'forward' else 0.0,
+        softcap=(pick.choice((0.0, 3.0, 3.0)) if kind in ('forward', 'gradients')
+                 and dims not in WIDE_HEAD_DIMS else 0.0),
         s_aux=pick.random() < 0.3,
         max_logits=pick.random() < 0.2, lse=gradients or pick.random() < 0.8,
         pack_gqa=pick.choice((None, True, False)), sm_margin=pick.choice((0, 0, 0, 20)),

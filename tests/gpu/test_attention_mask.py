@@ -319,8 +319,11 @@ def test_gradients_of_packed_sequences(head_dim, cuda):
 
 @pytest.mark.parametrize('head_dim', [64, 128, 192, 256, 512])
 @pytest.mark.parametrize('options', [{}, dict(causal=False), dict(by_batch=True), dict(s_aux=True),
-                                     dict(out=True), dict(deterministic=True)], ids=str)
+                                     dict(out=True), dict(deterministic=True),
+                                     dict(s_aux=True, softcap=2.0)], ids=str)
 def test_documents(options, head_dim, cuda):
+    if head_dim > 256 and 'softcap' in options:
+        pytest.skip('refused')
     for has_rows in (True, False):
         check_documents(cuda, torch.bfloat16, head_dim, has_rows, **options)
 
@@ -330,17 +333,6 @@ def test_wide_heads_with_softcap_are_refused(cuda):
     with pytest.raises(RuntimeError, match='the head_dim of q to be a multiple of 8 from 8 to 256 '
                                            'with mask and softcap, got 512'):
         flash_attn_func(q, q, q, mask=AttentionMask.prefix_lm(ints([30], cuda), 130), softcap=3.0)
-
-
-def test_gradients_with_softcap_are_refused(cuda):
-    q = torch.randn(1, 130, 2, 64, device=cuda, dtype=torch.bfloat16)
-    mask = AttentionMask.prefix_lm(ints([30], cuda), 130)
-    leaf = q.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match='no softcap for gradients with mask on a GPU, '
-                                                  'got 3.0'):
-        flash_attn_func(leaf, q, q, mask=mask, softcap=3.0)
-    with torch.no_grad():
-        assert not flash_attn_func(leaf, q, q, mask=mask, softcap=3.0).requires_grad
 
 
 def test_long_sequences(cuda, needs_memory):

@@ -13,7 +13,7 @@ from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
 
 from tests.support import compare
 from tests.support.completion_cases import (Results, TreeCase, check, check_case, check_same,
-                                            expected, run)
+                                            run)
 from tests.support.lists import starts
 
 # Segments that fill no tile, of one row, empty ones; prompts without rows or completions.
@@ -50,7 +50,7 @@ FEATURES = {
     'scale': {'softmax_scale': 0.3}, 'sharp': {'logit_std': 6.0},
     'deterministic': {'deterministic': True}, 'hint': {'max_seqlen': 200},
     'wrong_hint': {'max_seqlen': 1}, 'packed': {'pack_gqa': True}, 'unpacked': {'pack_gqa': False},
-    'each_head': {'heads': (3, 3)}, 'one_kv_head': {'heads': (8, 1)},
+    'each_head': {'heads': (3, 3)}, 'one_kv_head': {'heads': (8, 1)}, 'softcap': {'softcap': 2.0},
 }
 
 
@@ -59,19 +59,6 @@ FEATURES = {
 @pytest.mark.parametrize('changes', FEATURES.values(), ids=FEATURES)
 def test_features(changes, numbers, device):
     check_case(of_kind(dataclasses.replace(CASE, **changes), numbers), device)
-
-
-def test_softcap(cuda):
-    """Forward alone: the gradients are refused by name."""
-    case = dataclasses.replace(CASE, softcap=15.0)
-    tensors = case.tensors(cuda)
-    out, lse = flash_attn_completions_func(*tensors[:3], *tensors.lists, return_attn_probs=True,
-                                           **case.options())
-    ref, pt = (expected(case, tensors, dtype) for dtype in (torch.float64, torch.bfloat16))
-    compare.check_lse(lse, ref.lse)
-    compare.check_close(out, ref.out, pt.out, 'out')
-    with pytest.raises(NotImplementedError, match='completions_func: expected no softcap'):
-        run(case, tensors)
 
 
 @pytest.mark.parametrize('seed', range(20))

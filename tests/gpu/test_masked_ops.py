@@ -30,11 +30,13 @@ def lists_of(rows: Tensor | None, blocks: Tensor | None, layout: Layout, tiles: 
     return MaskTensors(None if rows is None else made[0][0], None, made[0][1], made[-1][2])
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor) -> list[Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor,
+              softcap: float = 0.0) -> list[Tensor]:
     """out, dq, dk and dv of tensors with a batch, float64 on the CPU."""
     q, k, v = (x.cpu().double().requires_grad_() for x in (q, k, v))
     group = q.size(2) // k.size(2)
     scores = torch.einsum('bqhd,bkhd->bhqk', q, k.repeat_interleave(group, 2)) * q.size(3) ** -0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
     weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0)
     out = torch.einsum('bhqk,bkhd->bqhd', weights, v.repeat_interleave(group, 2))
@@ -56,9 +58,10 @@ def check(results: tuple[Tensor, ...], wanted: list[Tensor]) -> None:
         assert error < 0.01, f'{name}: relative error {error}'
 
 
-def drawn(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> list[Tensor]:
+def drawn(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device,
+          head_dim: int = HEAD_DIM) -> list[Tensor]:
     """q, k, v and dout."""
-    return [torch.randn(*rows, heads, HEAD_DIM, device=device).bfloat16()
+    return [torch.randn(*rows, heads, head_dim, device=device).bfloat16()
             for rows, heads in zip((queries, keys, keys, queries), (*HEADS, HEADS[1], HEADS[0]))]
 
 
@@ -85,6 +88,26 @@ def test_dense_sequences(kind, deterministic, device):
                                    queries, keys).expand(1, HEADS[0], -1, -1)
     general = General(softmax_scale=HEAD_DIM ** -0.5)
     check(computed(tensors, general, deterministic, mask), reference(*tensors, visible))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('deterministic', [False, True])
+@pytest.mark.parametrize('head_dim', [64, 128, 192, 256])
+def test_softcap(head_dim, deterministic, device):
+    """Steep slopes, hidden blocks, and rows whose two intervals leave tiles free and masked."""
+    torch.manual_seed(2)
+    queries, keys, softcap = 330, 460, 0.7
+    end = torch.arange(1, queries + 1, dtype=torch.int32)
+    rows = torch.stack([end * 0, end.clamp(max=20), (end - 40).clamp(min=20).minimum(end), end], -1)
+    rows[:70] = torch.tensor([0, 300, 300, 460])
+    rows, blocks = rows.view(1, queries, 2, 2), torch.rand(1, HEADS[0], 6, 8) < 0.6
+    layout = Layout(queries, keys)
+    mask = lists_of(rows, blocks, layout, Tiles.of(head_dim, True, True), device)
+    tensors = drawn((1, queries), (1, keys), device, head_dim)
+    visible = visible_keys.visible(clean_rows(rows, layout), blocks, queries, keys)
+    general = General(softmax_scale=head_dim ** -0.5, softcap=softcap)
+    check(computed(tensors, general, deterministic, mask),
+          reference(*tensors, visible, softcap))
 
 
 @pytest.mark.smoke
