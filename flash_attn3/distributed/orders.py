@@ -25,7 +25,8 @@ def balanced_order(mask: AttentionMask, ranks: int, *, chunks: int = 8) -> tuple
 
     It is contiguous or zigzag where that is even to 2 %. Otherwise each rank gets `chunks` chunks:
     the chunk that sees the most keys goes first, each to the rank that sees the fewest so far. So
-    the busiest rank sees at most 1.02 times the mean, or no more than with zigzag.
+    the busiest rank sees at most 1.02 times the mean, or no more than with zigzag. torch.compile
+    makes a graph for each order.
 
     Args:
         mask: of intervals, of the whole sequence, on any device. The host waits for a GPU.
