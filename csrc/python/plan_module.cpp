@@ -26,6 +26,7 @@
 #include "plan/plan_backward.h"
 #include "plan/plan_cache.h"
 #include "plan/problem_of_call.h"
+#include "plan/shared_prefix.h"
 #include "plan/variants.h"
 #include "fwd_built.inc"
 #include "python/call_reader.h"
@@ -256,7 +257,8 @@ void add_dense_schedule(DictBuilder& dict, FwdSchedule const& schedule, FwdCost 
       .real("bytes", cost.bytes);
 }
 
-PyObject* plan_dict(FwdProblem const& problem) {
+PyObject* plan_dict(AttentionCall const& call) {
+  FwdProblem const problem = problem_of(call);
   FwdPlan const plan = plan_forward(problem);
   FwdSchedule const& schedule = plan.schedule;
   FwdCost const cost = cost_forward(problem, plan);
@@ -285,7 +287,8 @@ BwdPlan plan_any_backward(FwdProblem const& p) {
                   : plan_backward(p);
 }
 
-PyObject* backward_plan_dict(FwdProblem const& problem) {
+PyObject* backward_plan_dict(AttentionCall const& call) {
+  FwdProblem const problem = problem_of(call);
   BwdPlan const plan = plan_any_backward(problem);
   BwdSchedule const& schedule = plan.schedule;
   DictBuilder dict;
@@ -305,9 +308,23 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   return dict.finish();
 }
 
+// The launch on keys that all sequences share: its parts and its kernel. 0 and "" without one.
+void add_prefix(DictBuilder& dict, AttentionCall const& call) {
+  int parts = 0;
+  char const* kernel = "";
+  if (has_shared_prefix(call)) {
+    TensorMeta const queries = as_one_sequence(call.q);
+    parts = prefix_parts(call, queries);
+    FwdProblem const problem = problem_of(call_of_prefix(call, queries, parts));
+    kernel = kFwdVariants[plan_cache(launches_of_cache(problem).front()).variant].name;
+  }
+  dict.integer("prefix_parts", parts).string("prefix", kernel);
+}
+
 // The workspace of parts holds O, the LSE of each row, and that of a group of parts.
-PyObject* cache_plan_dict(FwdProblem const& call_problem) {
+PyObject* cache_plan_dict(AttentionCall const& call) {
   static constexpr char const* kSplits[] = {"even", "parts", "size"};
+  FwdProblem const call_problem = problem_of(call);
   std::vector<FwdProblem> const launches = launches_of_cache(call_problem);
   FwdProblem const& problem = launches.front();
   FwdPlan const plan = plan_cache(problem);
@@ -323,6 +340,7 @@ PyObject* cache_plan_dict(FwdProblem const& call_problem) {
   }
   DictBuilder dict;
   add_variant(dict, plan.variant);
+  add_prefix(dict, call);
   dict.string("steps", steps)  // the second launch, if there are two
       .flag("is_packed", problem.is_packed)
       .integer("pack", schedule.pack)
@@ -341,7 +359,7 @@ PyObject* cache_plan_dict(FwdProblem const& call_problem) {
   return dict.finish();
 }
 
-template <bool kOnCache, bool kIsBackward, PyObject* (*kDict)(FwdProblem const&)>
+template <bool kOnCache, bool kIsBackward, PyObject* (*kDict)(AttentionCall const&)>
 PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
   AttentionCall call;
   if (!read_call(args, kwargs, call)) {
@@ -350,9 +368,7 @@ PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
   call.on_cache = kOnCache;
   call.is_backward = kIsBackward;
   std::string const error = plan_error(call);
-  call.prefix = {};  // keys that are shared have a launch of their own
-  return error.empty() ? kDict(problem_of(call))
-                       : DictBuilder().string("reason", error.c_str()).finish();
+  return error.empty() ? kDict(call) : DictBuilder().string("reason", error.c_str()).finish();
 }
 
 PyObject* list_variants(int count, void (*add)(DictBuilder&, int)) {

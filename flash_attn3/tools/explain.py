@@ -20,7 +20,7 @@ _SCORES = [argument for argument in arguments.select('score')
            if type(argument.default) in (int, float) and argument.default == 0]
 _EXECUTION = arguments.select('pack_gqa', 'sm_margin')
 _GRADIENTS = arguments.select('gradients')
-_CACHE = [argument for argument in arguments.select('latent', 'splits', 'split_size')
+_CACHE = [argument for argument in arguments.select('latent', 'splits', 'split_size', 'prefix')
           if argument.type in ('Tensor?', 'SymInt')]
 
 

@@ -153,7 +153,7 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
 
 def missing_kernels(facts: Mapping) -> list[str]:
     """The kernels of a plan that are not in this install."""
-    names = [facts.get(name, '') for name in ('name', 'steps')]
+    names = [facts.get(name, '') for name in ('name', 'steps', 'prefix')]
     return [name for name in names if name and name not in built_variants()]
 
 

@@ -145,20 +145,22 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
         return facts
     length, _ = kvcache.lengths_of(call['cache_seqlens'])
     is_paged = table is not None or call['indices'] is not None
-    return facts | {'is_paged': is_paged} | _estimate(facts, shapes, length)
+    shared = call['shared_prefix'] if facts['prefix'] else 0
+    return facts | dict(is_paged=is_paged, shared=shared) | _estimate(facts, shapes, length, shared)
 
 
-def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], length: int) -> dict:
+def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], length: int, shared: int) -> dict:
     """Bytes of K and V in full caches, or at this length, and the time to read them."""
     _, k_cache, v_cache = shapes
-    keys = facts['batch'] * (facts['capacity'] if length < 0 else length)
+    held = facts['capacity'] if length < 0 else length
+    keys = facts['batch'] * (held - shared) + shared
     size = 1 if facts['dtype'] == 'float8_e4m3fn' else 2
     read = keys * k_cache[-2] * (k_cache[-1] + v_cache[-1]) * size
     return {'bytes': read, 'expected_us': read / _BYTES_PER_US + _SHORT_CALL_US}
 
 
 def rows(facts: Mapping) -> dict[str, str]:
-    """What `explain` prints of splits, pages and time."""
+    """What `explain` prints of splits, pages, shared keys and time."""
     parts = {'even': 'even: the K tiles of all sequences and KV heads, in equal shares for the '
                      'CTAs, by the lengths on the GPU',
              'parts': f'at most {facts["split_count"]} part(s) of equal numbers of K tiles',
@@ -167,8 +169,11 @@ def rows(facts: Mapping) -> dict[str, str]:
     turns = f', {groups} groups of heads one after the other' if groups > 1 else ''
     keys = (f'{facts["capacity"]} slots a sequence' if not facts['is_paged'] else
             f'pages of {facts["page_size"]}, {facts["capacity"] // facts["page_size"]} a sequence')
+    shared = {'shared keys': f'{facts["shared"]}, read once for all queries in '
+                             f'{facts["prefix_parts"]} part(s) by {facts["prefix"]}'}
     return {
         'keys': f'{facts["batch"]} sequence(s), {keys}',
+        **(shared if facts['shared'] else {}),
         'splits': parts[facts['splits']],
         'grid': f'{facts["grid"]} CTAs, which read {facts["lanes"]} head(s) at a time',
         'workspace': f'{facts["parts_bytes"]} bytes: at most {facts["slots"]} parts of results'

@@ -4,9 +4,12 @@ queries, pages, keys and scales are compared with those of the call.
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import assume, given, strategies as st
 
+from flash_attn3.tools import planning, planning_cache
 from tests.cpu.drawn import examples
+from tests.cpu.test_planning import explained
 from tests.host import _host
 
 BF16, E4M3 = 1, 2
@@ -109,3 +112,32 @@ def test_parts_fill_the_gpu_without_a_flood_of_tiles(batch, queries, heads_k, gr
     rows = batch * queries * group
     tiles = heads_k * -(-rows // 128)
     assert parts == 1 or tiles * parts <= 8 * sms
+
+
+@pytest.mark.parametrize('batch, parts, bytes_text', [(64, 4, '100.7 MB'), (4, 1, '37.75 MB'),
+                                                      (1, 0, '34.6 MB')])
+def test_explain_shows_parts_kernel_and_bytes(batch, parts, bytes_text, capsys):
+    """One sequence shares nothing: its plan is that without a prefix."""
+    cache = batch * 528, 16, 8, 128
+    given = dict(q=(batch, 1, 64, 128), k=cache, page_table=(batch, 528))
+    rows = explained(capsys, **given, shared_prefix=8192)
+    plain = explained(capsys, **given)
+    assert rows.pop('bytes') == f'{bytes_text}: K and V of full caches'
+    if parts:
+        found, kernel, *_ = launch(batch, 1, (64, 8), 8192, page_size=16, head_dims=(128, 128),
+                                   slots=8448, cache_length=-1)
+        assert rows.pop('shared keys') == (
+            f'8192, read once for all queries in {parts} part(s) by {kernel}')
+        assert found == parts
+    own = 'bytes', 'expected'
+    assert ({name: text for name, text in rows.items() if name not in own}
+            == {name: text for name, text in plain.items() if name not in own})
+
+
+def test_can_use_asks_for_the_kernel_of_the_prefix(monkeypatch):
+    monkeypatch.setattr(planning, 'built_variants', lambda: ['FwdBf16D64CacheDecode'])
+    q, cache = torch.zeros(64, 1, 8, 64).bfloat16(), torch.zeros(64, 512, 1, 64).bfloat16()
+    given = dict(k_cache=cache, v_cache=cache, cache_seqlens=512)
+    facts = [planning_cache.reasons_and_plan(dict(q=q, **given, shared_prefix=count))[1]
+             for count in (0, 384)]
+    assert [planning.missing_kernels(own) for own in facts] == [[], [facts[1]['prefix']]]
