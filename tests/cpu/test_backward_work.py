@@ -14,6 +14,7 @@ import torch
 
 from csrc.plan.variants import BACKWARD
 from flash_attn3 import _plan
+from flash_attn3.ops.mask_lists import KEYS, Layout, query_lists
 from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, GENERAL, mask_of_kind, sees
 from tests.cpu.masks import NAMES as MASK_KINDS
@@ -25,8 +26,7 @@ TILE_OF = {variant.name: _host.backward_tiles[variant.shape] for variant in BACK
            if variant.dtype == 'Bf16'}
 FACTS = {facts['name']: facts for facts in _plan.backward_variants()}
 DEVICE = {'sm_count': 132, 'l2_bytes': 50 << 20}
-# Variants with a softcap have the work of the general ones: one stands for all. The work of lists
-# follows from their tensors (test_mask_lists.py).
+# Variants with a softcap have the work of the general ones: one stands for all.
 NAMES = [name for name in TILE_OF if not name.endswith(('Softcap', 'Lists'))]
 NAMES += ['BwdBf16D64Softcap']
 each_variant = pytest.mark.parametrize('name', NAMES)
@@ -185,3 +185,71 @@ def test_sections_where_the_first_keys_are_seen_by_more(mask, in_sections):
     """A narrow window or chunks cut off what makes them differ."""
     plan, _, _ = work_of('BwdBf16D128General', (1, 4096, 4096, 2, 2), mask)
     assert plan['in_sections'] == in_sections
+
+
+# ------------------------------------------------------------------------- lists of an AttentionMask
+LISTS = 7    # of kBuiltKinds
+LISTED = [name for name in FACTS if name in _host.listed_tiles]
+
+
+def listed_work(name, sizes, lists, deterministic):
+    """(plan, what every CTA does) with these lists of tiles of queries."""
+    strides = [0 if size == 1 else stride for size, stride in zip(lists.shape, lists.stride())]
+    kind = LISTS, -1, -1, 0
+    plan, _, ctas = _host.listed_tiles[name]['work'](
+        sizes, kind, deterministic, None, tuple(DEVICE.values()),
+        (lists.flatten().tolist(), *strides[:3]))
+    return FACTS[name] | plan, ctas
+
+
+def listed_steps(clusters, lists, heads, rank_offset):
+    """(head, tile, whether it needs the mask, predecessors) of these lists, one a head."""
+    steps = []
+    for head, (count, free, _, _, *entries) in zip(range(*heads), lists):
+        for i, (word, rank) in enumerate(zip(entries[:2 * count:2], entries[1::2])):
+            steps.append((head, word >> 4, i >= free, rank * clusters + rank_offset))
+    return steps
+
+
+@pytest.mark.parametrize('name', LISTED)
+@given(seed=st.integers(0, 999), share=st.sampled_from([0, 0.2, 0.7, 1]), seqlens=st.tuples(st.integers(1, 300), st.integers(1, 400)),
+       heads=st.tuples(st.integers(1, 3), st.integers(1, 3)), batch=st.integers(1, 3),
+       deterministic=st.booleans())
+@examples(15)
+def test_works_of_lists(name, seed, share, seqlens, heads, batch, deterministic):
+    """Every tile of keys with a list belongs to as many clusters as it holds tiles of keys of one,
+    each with the steps of the list. In deterministic mode each waits for the clusters of later
+    keys, of its own tile too, and these have smaller numbers in the order of work.
+    """
+    (seqlen_q, seqlen_k), (heads_k, group) = seqlens, heads
+    layout, tile_m = Layout(*seqlens), FACTS[name]['tile_m']
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.rand(batch, heads_k * group, ceil_div(seqlen_q, 64), ceil_div(seqlen_k, 64),
+                        generator=generator) < share
+    lists = query_lists(None, blocks, layout, tile_m)
+    plan, ctas = listed_work(name, (batch, *seqlens, heads_k * group, heads_k), lists,
+                                deterministic)
+    tile_n = FACTS[name]['tile_n']
+    clusters = KEYS // tile_n
+    keys_of_place = {}
+    found, places = Counter(), {}
+    for number, cluster in enumerate(clusters_of(plan, ctas)):
+        (kv_head, own_heads, first, _, lengths, (entry, *_)), steps = cluster[0]
+        assert lengths == seqlens and own_heads == (kv_head * group, (kv_head + 1) * group)
+        order = clusters - 1 - first // tile_n % clusters
+        wanted = listed_steps(clusters, lists[entry, slice(*own_heads), first // KEYS].tolist(),
+                              own_heads, order)
+        assert [(*step[:3], step[4]) for step in steps] == wanted
+        for rank, (work, other_steps) in enumerate(cluster):
+            assert other_steps == steps and work[2] == first + first_key(plan, rank)
+        for head, m, _, place, before in steps:
+            assert places.setdefault(place, (entry, head, m)) == (entry, head, m)
+            keys_of_place.setdefault(place, []).append((number, before, first))
+        found[kv_head, entry, first] += 1
+    assert found == Counter(product(range(heads_k), range(batch),
+                                    range(0, ceil_div(seqlen_k, KEYS) * KEYS, tile_n)))
+    assert len(set(places.values())) == len(places)
+    for visits in keys_of_place.values() if deterministic else ():
+        visits.sort()
+        assert [before for _, before, _ in visits] == list(range(len(visits)))
+        assert [-first for *_, first in visits] == sorted(-first for *_, first in visits)

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <stdexcept>
 #include <vector>
 
 #include "bwd_variants.h"
@@ -22,10 +21,10 @@ struct WorkTraits {
   static constexpr int kTileN = Config::k.cta_keys();
   static constexpr int kClusterSize = Config::k.cluster_size;
   static constexpr KernelKind kKind = kProblemKind;
-  static constexpr bool kHasLists = false;
-  static constexpr int kTileClusters = 1;
+  static constexpr bool kHasLists = kProblemKind.has_lists();
+  static constexpr int kTileClusters = kHasLists ? k.order_keys() / k.tile_n() : 1;
   static constexpr bool kSplitsColumns = k.column_ctas() > 1;
-  using Params = BwdDeviceParams;
+  using Params = cute::conditional_t<kHasLists, ListedBwdParams, BwdDeviceParams>;
 };
 
 struct Step {
@@ -49,10 +48,11 @@ struct BackwardWork {
   std::vector<CtaWork> ctas;
 };
 
-inline BwdDeviceParams work_params(BwdParams const& params) {
+inline ListedBwdParams work_params(BwdParams const& params, MaskLists const& lists) {
   FwdProblem const& problem = params.problem;
   BwdSchedule const& schedule = params.schedule;
-  BwdDeviceParams p{};
+  ListedBwdParams p{};
+  p.listed = lists;
   p.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   p.m_tiles = schedule.m_tiles;
   p.works = params.schedule.works;
@@ -65,26 +65,27 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
 }
 
 template <class Traits>
-void add_work_of_ctas(BwdDeviceParams const& p, BackwardWork& result) {
+void add_work_of_ctas(typename Traits::Params const& p, BackwardWork& result) {
   for (int index = 0; index < result.schedule.works * Traits::kClusterSize; ++index) {
     int const number = index / Traits::kClusterSize;
     int const rank = index % Traits::kClusterSize;
-    CtaWork& cta = result.ctas.emplace_back(CtaWork{work_of_number<Traits>(p, number, rank), {}});
-    if (cta.work.steps() == 0) {
+    BwdWorkOf<Traits> const work = work_of_number<Traits>(p, number, rank);
+    CtaWork& cta = result.ctas.emplace_back(CtaWork{work, {}});
+    if (work.steps() == 0) {
       continue;
     }
-    for (BwdSteps steps(cta.work); steps.valid(); steps.next()) {
-      cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked<Traits>(), steps.tile(p),
-                               predecessors<Traits>(p, cta.work, steps.m)});
+    for (StepsOf<Traits> steps(work); steps.valid(); steps.next()) {
+      cta.steps.push_back(Step{steps.head, steps.m, steps.template is_masked<Traits>(),
+                               steps.tile(p), predecessors<Traits>(p, work, steps.order_number())});
     }
   }
 }
 
 template <class Config>
-BackwardWork backward_work(BwdParams params) {
+BackwardWork backward_work(BwdParams params, MaskLists const& lists) {
   BackwardWork result;
   result.schedule = params.schedule;
-  BwdDeviceParams p = work_params(params);
+  ListedBwdParams p = work_params(params, lists);
   if (params.problem.is_packed) {
     result.buffer.resize(params.schedule.table_ints * sizeof(int) / sizeof(SequenceTiles) + 1);
     params.tables = reinterpret_cast<int*>(result.buffer.data());
@@ -108,7 +109,10 @@ BackwardWork backward_work(BwdParams params) {
       add_work_of_ctas<WorkTraits<Config, kGeneralKernel>>(p, result);
       break;
     case MaskKind::kLists:
-      throw std::invalid_argument("the work of lists follows from their tensors");
+      if constexpr (Config::k.kind.has_lists()) {
+        add_work_of_ctas<WorkTraits<Config, kListsKernel>>(p, result);
+      }
+      break;
   }
   return result;
 }

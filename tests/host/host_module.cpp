@@ -316,12 +316,18 @@ std::pair<WorkTuple, std::vector<StepTuple>> cta_tuple(CtaWork const& cta) {
           steps};
 }
 
+// Lists of an AttentionMask, and the strides of batch, head and list.
+using ListsTuple = std::tuple<Ints, int64_t, int64_t, int>;
+
 // The schedule, the rows of every packed tile of queries, and what every CTA does.
 template <class Config>
 py::tuple work_of_tile(SizeTuple const& sizes, MaskTuple const& mask, bool deterministic,
-                       std::optional<LengthsTuple> const& lengths, DeviceTuple const& device) {
+                       std::optional<LengthsTuple> const& lengths, DeviceTuple const& device,
+                       ListsTuple const& lists) {
   BwdParams const params = backward_params<Config>(sizes, mask, deterministic, lengths, device);
-  BackwardWork const work = backward_work<Config>(params);
+  auto const& [ints, batch_stride, head_stride, tile_stride] = lists;
+  MaskLists const listed{ints.data(), batch_stride, head_stride, tile_stride};
+  BackwardWork const work = backward_work<Config>(params, listed);
   py::list row_tiles;
   for (int i = 0; i < work.tables.row_tile_count; ++i) {
     row_tiles.append(std::pair(work.tables.row_tiles[i].row, work.tables.row_tiles[i].rows));
@@ -347,7 +353,8 @@ py::dict backward_tile() {
   tile["dq_blocks"] = k.dq_blocks();
   tile["dq_columns"] = k.dq_columns();
   tile["dq"] = k.dq_layout();
-  tile["work"] = py::cpp_function(&work_of_tile<Config>);
+  tile["work"] = py::cpp_function(&work_of_tile<Config>, py::arg(), py::arg(), py::arg(), py::arg(),
+                                  py::arg(), py::arg("lists") = ListsTuple{});
   return tile;
 }
 
@@ -374,6 +381,13 @@ void bind_backward(py::module_& m) {
   tiles["BwdTileD128NarrowD128x64"] = backward_tile<BwdBf16D128x64Causal>();
   tiles["BwdTileD192x128"] = backward_tile<BwdBf16D192x128Causal>();
   m.attr("backward_tiles") = tiles;
+  py::dict listed;
+  listed["BwdBf16D64Lists"] = backward_tile<BwdBf16D64Lists>();
+  listed["BwdBf16D128Lists"] = backward_tile<BwdBf16D128Lists>();
+  listed["BwdBf16D192Lists"] = backward_tile<BwdBf16D192Lists>();
+  listed["BwdBf16D256Lists"] = backward_tile<BwdBf16D256Lists>();
+  listed["BwdBf16D512Lists"] = backward_tile<BwdBf16D512Lists>();
+  m.attr("listed_tiles") = listed;
 }
 
 }  // namespace
