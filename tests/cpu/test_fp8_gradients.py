@@ -120,6 +120,17 @@ def test_a_row_that_sees_one_key():
     assert max(dq.abs().max(), dk.abs().max() / 8) < 0.1
 
 
+@pytest.mark.parametrize('autocast', [False, True])
+def test_meta_tensors(autocast):
+    leaves = [torch.zeros(1, 8, heads, 64, dtype=torch.bfloat16, device='meta', requires_grad=True)
+              for heads in (4, 2, 2)]
+    with torch.autocast('cpu', enabled=autocast):
+        out = flash_attn_fp8_func(*leaves, fp8_backward='rounded')
+        gradients = torch.autograd.grad(out.sum(), leaves)
+    assert [(x.shape, x.dtype, x.is_meta) for x in gradients] == [
+        (x.shape, x.dtype, True) for x in leaves]
+
+
 def test_errors():
     x = torch.zeros(1, 8, 2, 32).bfloat16()
     with pytest.raises(RuntimeError, match="flash_attn_fp8_func: expected fp8_backward to be "
