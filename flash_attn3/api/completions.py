@@ -19,6 +19,7 @@ _DEPRECATED = checks.error(
     'mask=AttentionMask.completions(cu_seqlens, cu_trees, seqlen), once for all layers')
 
 
+@checks.names_errors
 def flash_attn_completions_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_trees: Tensor,
         max_seqlen: int | Tensor = 0, softmax_scale: float | None = None, softcap: float = 0.0,
@@ -44,11 +45,11 @@ def flash_attn_completions_func(
         is (heads_q, total), float32 (float64 for float64), over all keys that a query sees.
 
     Raises:
-        RuntimeError, NotImplementedError: as `AttentionMask.completions` and
+        RuntimeError, NotImplementedError: those of `AttentionMask.completions` and
             `flash_attn_varlen_func`.
     """
     if not is_compiling():
-        warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=2)
+        warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=3)
     dtensors.reject(_OP, q)
     checks.length_bound('max_seqlen', max_seqlen, q, _OP)
     if q.dim() != 3:

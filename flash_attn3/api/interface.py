@@ -179,6 +179,7 @@ def flash_attn_varlen_func(
     return _general(call, return_attn_probs, splits.splits_of(num_splits, call))
 
 
+@checks.names_errors
 def flash_attn_qkvpacked_func(
         qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
         q_descale: Descale = None, k_descale: Descale = None,
@@ -212,7 +213,7 @@ def flash_attn_qkvpacked_func(
 
     Raises:
         RuntimeError: another shape, a num_heads_q that does not fit it or is missing; errors of
-            `flash_attn_func`, which name the views q, k and v.
+            `flash_attn_func` for the views q, k and v.
         NotImplementedError: as in `flash_attn_func`.
 
     Example:

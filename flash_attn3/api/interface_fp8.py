@@ -88,6 +88,7 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     return values, scale
 
 
+@checks.names_errors
 def flash_attn_fp8_func(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
         *, window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
@@ -130,6 +131,7 @@ def flash_attn_fp8_func(
         (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs, mask)
 
 
+@checks.names_errors
 def flash_attn_varlen_fp8_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
         max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, seqused_q: Tensor | None = None,

@@ -38,6 +38,7 @@ class PrefixLevel(NamedTuple):
     max_seqlen_q: int = 0
 
 
+@checks.names_errors
 def shared_prefix_attn(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, levels: Sequence[PrefixLevel | tuple], *,
         qv: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,

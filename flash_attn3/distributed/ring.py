@@ -64,6 +64,7 @@ LIBRARY.define('bwd_ring(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v
                tags=(torch.Tag.pt2_compliant_tag,))
 
 
+@checks.names_errors
 def ring_attention(
         q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None,
         softmax_scale: float | None = None, causal: bool = False,

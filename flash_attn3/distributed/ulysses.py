@@ -26,6 +26,7 @@ ring.LIBRARY.define('all_to_all(Tensor x, str group) -> Tensor',
                     tags=(torch.Tag.pt2_compliant_tag,))
 
 
+@checks.names_errors
 def ulysses_attention(
         q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None,
         ring_group: dist.ProcessGroup | DeviceMesh | None = None,

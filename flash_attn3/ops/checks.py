@@ -7,14 +7,15 @@ arguments that never reach an op. Error texts have one form:
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch.compiler import is_compiling
 
 from flash_attn3 import arguments, env
 
@@ -45,6 +46,23 @@ HOPPER_L2_BYTES = 50 << 20
 def error(op: str, expected: str, got: str, hint: str = '') -> str:
     """The text of an error, in the package's one form."""
     return f'flash_attn3.{op}: expected {expected}, got {got}' + (f'; hint: {hint}' if hint else '')
+
+
+def names_errors(function: Callable) -> Callable:
+    """For a public function that calls others: its errors name it, not the one that it calls."""
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if is_compiling():    # nothing is raised while a graph is traced
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as problem:
+            start, _, rest = str(problem).partition(': expected ')
+            if not start.startswith('flash_attn3.') or start.endswith(f'.{function.__name__}'):
+                raise
+            text = f'flash_attn3.{function.__name__}: expected {rest}'
+            raise type(problem)(text).with_traceback(problem.__traceback__) from None
+    return call
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -218,10 +236,10 @@ def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor, op: str = OP_ON
     break a graph, this is the number of rows of x, the packed tensor.
     """
     if isinstance(max_seqlen, Tensor):
-        if max_seqlen.device.type != 'cpu' or torch.compiler.is_compiling():
+        if max_seqlen.device.type != 'cpu' or is_compiling():
             return x.size(0) if x.dim() else 0
         max_seqlen = max_seqlen.item()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return max_seqlen
     if not isinstance(max_seqlen, (int, torch.SymInt)) or max_seqlen < 0:
         raise RuntimeError(error(op, f'{name} to be an int of 0 or more', repr(max_seqlen)))

@@ -248,41 +248,39 @@ def good(**changes) -> dict:
 
 
 SMALL = good()
-OWN = 'flash_attn3.AttentionMask.completions: expected '
 HINT = 'flash_attn3.flash_attn_completions_func: expected '
-FWD = 'flash_attn3.flash_attn_varlen_func: expected '
 LIST = 'to be int32 of 1 dimensions'
 BAD = {
-    'list': (dict(cu_trees=[0, 3]), f'{OWN}cu_trees {LIST}, got [0, 3]'),
-    'no list': (dict(cu_seqlens=None), f'{OWN}cu_seqlens {LIST}, got None'),
-    'int64': (dict(cu_seqlens=SMALL['cu_seqlens'].long()), f'{OWN}cu_seqlens {LIST}'),
-    'dimensions': (dict(cu_trees=SMALL['cu_trees'][None]), f'{OWN}cu_trees {LIST}'),
-    'empty list': (dict(cu_trees=ints([])), f'{OWN}cu_trees {LIST}'),
-    'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{OWN}cu_trees on cpu, got 6 on meta'),
+    'list': (dict(cu_trees=[0, 3]), f'{HINT}cu_trees {LIST}, got [0, 3]'),
+    'no list': (dict(cu_seqlens=None), f'{HINT}cu_seqlens {LIST}, got None'),
+    'int64': (dict(cu_seqlens=SMALL['cu_seqlens'].long()), f'{HINT}cu_seqlens {LIST}'),
+    'dimensions': (dict(cu_trees=SMALL['cu_trees'][None]), f'{HINT}cu_trees {LIST}'),
+    'empty list': (dict(cu_trees=ints([])), f'{HINT}cu_trees {LIST}'),
+    'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{HINT}cu_trees on cpu, got 6 on meta'),
     'rows of k': (dict(k=SMALL['k'][3:], v=SMALL['v'][3:]),
                   f'{HINT}k and v to have as many rows as q, 20, got 17'),
-    'rows of v': (dict(v=SMALL['v'][1:]), f'{FWD}v'),
+    'rows of v': (dict(v=SMALL['v'][1:]), f'{HINT}v'),
     'rank': (dict(q=SMALL['q'][None]), f'{HINT}q to have the shape'),
-    'rank of k': (dict(k=SMALL['k'][None]), f'{FWD}k to have the shape'),
-    'heads': (dict(q=SMALL['q'][:, :3]), f'{FWD}the heads of q'),
-    'dtype': (dict(v=SMALL['v'].float()), f'{FWD}v.dtype to be that of q'),
-    'first start': (dict(cu_seqlens=SMALL['cu_seqlens'] + 1), f'{OWN}cu_seqlens[0] to be 0, got 1'),
+    'rank of k': (dict(k=SMALL['k'][None]), f'{HINT}k to have the shape'),
+    'heads': (dict(q=SMALL['q'][:, :3]), f'{HINT}the heads of q'),
+    'dtype': (dict(v=SMALL['v'].float()), f'{HINT}v.dtype to be that of q'),
+    'first start': (dict(cu_seqlens=SMALL['cu_seqlens'] + 1), f'{HINT}cu_seqlens[0] to be 0, got 1'),
     'rows': (dict(cu_seqlens=SMALL['cu_seqlens'] * 2),
-             f'{OWN}cu_seqlens[6], the end of sequence 5, to be from 18, its start, to 20, the '
+             f'{HINT}cu_seqlens[6], the end of sequence 5, to be from 18, its start, to 20, the '
              'rows of a sequence, got 22'),
     'falling': (dict(cu_seqlens=ints([0, 4, 3] + [5] * 9)),
-                f'{OWN}cu_seqlens[2], the end of sequence 1, to be from 4, its start, to 20, the '
+                f'{HINT}cu_seqlens[2], the end of sequence 1, to be from 4, its start, to 20, the '
                 'rows of a sequence, got 3'),
-    'first tree': (dict(cu_trees=ints([1, 11])), f'{OWN}cu_trees[0] to be 0, got 1'),
+    'first tree': (dict(cu_trees=ints([1, 11])), f'{HINT}cu_trees[0] to be 0, got 1'),
     'falling trees': (dict(cu_trees=ints([0, 4, 2, 11])),
-                      f'{OWN}cu_trees[2], the end of tree 1, to be from 4, its prompt, to 11, the '
+                      f'{HINT}cu_trees[2], the end of tree 1, to be from 4, its prompt, to 11, the '
                       'segments, got 2'),
-    'trees beyond': (dict(cu_trees=ints([0, 12])), f'{OWN}cu_trees[1], the end of tree 0'),
+    'trees beyond': (dict(cu_trees=ints([0, 12])), f'{HINT}cu_trees[1], the end of tree 0'),
     'short trees': (dict(cu_trees=ints([0, 4])),
-                    f'{OWN}cu_trees to end at 11, the segments, got 4'),
-    'softcap': (dict(softcap=-1.0), f'{FWD}softcap'),
-    'scale': (dict(softmax_scale=0.0), f'{FWD}softmax_scale'),
-    'margin': (dict(sm_margin=-1), f'{FWD}sm_margin'),
+                    f'{HINT}cu_trees to end at 11, the segments, got 4'),
+    'softcap': (dict(softcap=-1.0), f'{HINT}softcap'),
+    'scale': (dict(softmax_scale=0.0), f'{HINT}softmax_scale'),
+    'margin': (dict(sm_margin=-1), f'{HINT}sm_margin'),
     'hint': (dict(max_seqlen=-1), f'{HINT}max_seqlen to be an int of 0 or more, got -1'),
 }
 

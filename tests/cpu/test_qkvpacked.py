@@ -309,10 +309,10 @@ def test_forms_that_do_not_fit(name, requires_grad):
 @pytest.mark.parametrize('requires_grad', [False, True])
 def test_the_views_are_checked_as_q_k_and_v(requires_grad):
     qkv = torch.randn(2, 13, 9, 16, requires_grad=requires_grad)
-    with pytest.raises(RuntimeError, match='flash_attn_func: expected the heads of q to be a '
-                                           'multiple of 2, the KV heads, got 5'):
+    with pytest.raises(RuntimeError, match='flash_attn_qkvpacked_func: expected the heads of q '
+                                           'to be a multiple of 2, the KV heads, got 5'):
         flash_attn_qkvpacked_func(qkv, num_heads_q=5)
-    with pytest.raises(RuntimeError, match='flash_attn_func: expected softmax_scale to be a pos'):
+    with pytest.raises(RuntimeError, match='packed_func: expected softmax_scale to be a pos'):
         flash_attn_qkvpacked_func(qkv, num_heads_q=3, softmax_scale=-1.0)
 
 
