@@ -13,7 +13,6 @@
 namespace fa3 {
 namespace {
 
-constexpr char const* kOp = "append_and_attend";
 constexpr int64_t kMost = int64_t(1) << 30;
 constexpr int64_t kMostInt = std::numeric_limits<int>::max();
 
@@ -33,10 +32,16 @@ ByteView byte_view(TensorMeta const& meta, void* data) {
                   meta.stride[2] * bytes};
 }
 
+// Whether new rows must be copied before the cache is written.
+bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
+  return may_share_memory(meta, call.k) || may_share_memory(meta, call.v);
+}
+
 // New k, new v or q, as the kernel reads them. `copy` keeps a copy alive until the launch.
-AppendRows rows_of(OwnedTensor const& tensor, TensorMeta meta, bool is_shared, OwnedTensor& copy) {
-  if (!is_empty(meta) && (is_shared || !has_chunks(meta))) {
-    copy = packed_copy(kOp, tensor, meta);
+AppendRows rows_of(AttentionCall const& call, OwnedTensor const& tensor, TensorMeta meta,
+                   OwnedTensor& copy) {
+  if (!is_empty(meta) && (shares_cache(meta, call) || !has_chunks(meta))) {
+    copy = packed_copy(call.op(), tensor, meta);
     meta = describe(copy);
   }
   meta = with_batch(meta);
@@ -83,15 +88,10 @@ Rotary rotary_of(RotaryArguments const& given, Dtype rows) {
   return rotary;
 }
 
-// Whether new rows must be copied before the cache is written.
-bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
-  return may_share_memory(meta, call.k) || may_share_memory(meta, call.v);
-}
-
 // Queries that lie in a cache which the append writes are copied first.
 void copy_from_cache(AttentionCall const& call, OwnedTensor& tensor, TensorMeta& meta) {
   if (shares_cache(meta, call)) {
-    tensor = packed_copy(kOp, tensor, meta);
+    tensor = packed_copy(call.op(), tensor, meta);
     meta = describe(tensor);
   }
 }
@@ -116,14 +116,14 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary, params.dtype);
   if (params.rotary.cos != nullptr) {
-    rotated = allocate_like(kOp, call.q);
-    params.q = rows_of(tensors.q, call.q, shares_cache(call.q, call), copies_[2]);
+    rotated = allocate_like(call.op(), call.q);
+    params.q = rows_of(call, tensors.q, call.q, copies_[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
     params.q.cu = lengths_of(call).cu_q;
   }
   if (has_rows(call)) {
-    params.k = rows_of(tensors.k_new, *call.k_new, shares_cache(*call.k_new, call), copies_[0]);
-    params.v = rows_of(tensors.v_new, *call.v_new, shares_cache(*call.v_new, call), copies_[1]);
+    params.k = rows_of(call, tensors.k_new, *call.k_new, copies_[0]);
+    params.v = rows_of(call, tensors.v_new, *call.v_new, copies_[1]);
     params.k.target = byte_view(call.k, mutable_data(tensors.k));
     params.v.target = byte_view(call.v, mutable_data(tensors.v));
     params.k.scale = scale_view(call.scales.k_descale);
@@ -136,7 +136,7 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
     }
   }
   if (params.ctas() > kMostInt) {
-    throw_if(error_text(kOp, text("new tokens for at most ", kMostInt, " CTAs"),
+    throw_if(error_text(call.op(), text("new tokens for at most ", kMostInt, " CTAs"),
                         text(params.ctas(), " CTAs"), "split the batch"));
   }
   if (rotated) {
@@ -162,7 +162,8 @@ void AppendLaunch::set_pages(AttentionCall const& call, OpTensors const& tensors
     rows->set_scales = static_cast<float*>(mutable_data(*scales));
     double const pairs = std::min<double>(tokens, double(page_size)) * rows->schedule.chunks / 2;
     if (pairs > kMost || params_.pages.ctas > kMost / kAppendWarps) {
-      throw_if(error_text(kOp, text("new tokens of at most ", kMost, " pairs of chunks a page"),
+      throw_if(error_text(call.op(),
+                          text("new tokens of at most ", kMost, " pairs of chunks a page"),
                           text(tokens, " tokens"), "split the batch"));
     }
   }

@@ -15,7 +15,7 @@
 namespace fa3 {
 namespace {
 
-constexpr char const* kOp = "quantize_fp8";
+constexpr char const* kOp = ops::quantize_fp8::kName;
 constexpr float kScaleOfZeros = 0x1p-64f / 448.f;
 
 // The sequences of packed rows; null: x has a batch, and all rows count.
