@@ -168,14 +168,12 @@ def show(record: dict, console: Console) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.ab',
-                                     description=__doc__.splitlines()[0])
+    parser = harness.timing_parser('benchmarks.ab', __doc__)
     parser.add_argument('--a', type=pathlib.Path, required=True,
                         help='folder or kernel library of the build to compare with')
     parser.add_argument('--b', type=pathlib.Path, required=True, help='the other build')
     parser.add_argument('--suite', choices=sorted([*shapes.SUITES, QUANTIZE]),
                         default='forward')
-    harness.add_common_arguments(parser.add_argument)
     return parser.parse_args(argv)
 
 

@@ -32,9 +32,7 @@ ALL_CONTENDERS = (OURS, *bench.SDPA_BACKENDS)   # the others are many times slow
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_forward',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_forward', __doc__)
     parser.add_argument('--suite', choices=sorted(shapes.SUITES), default='forward')
     parser.add_argument('--all-backends', action='store_true',
                         help="time 'sdpa efficient' and 'sdpa math' too")

@@ -190,9 +190,7 @@ def run(cells: Sequence[Shape], args: argparse.Namespace) -> tuple[dict, pathlib
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_fp8',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_fp8', __doc__)
     return parser.parse_args(argv)
 
 

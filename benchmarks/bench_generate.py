@@ -38,9 +38,7 @@ class Load:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_generate',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_generate', __doc__)
     return parser.parse_args(argv)
 
 

@@ -35,9 +35,7 @@ HOST_CALLS, HOST_ROUNDS = 200, 7
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_kvcache',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_kvcache', __doc__)
     parser.add_argument('--only', help=f'comma separated, of: {", ".join(cache_cells.KINDS)}')
     parser.add_argument('--host', action='store_true',
                         help='host time of an eager call: batch 1, 64 keys')

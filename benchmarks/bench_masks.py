@@ -129,9 +129,7 @@ def plot(record: dict, path: pathlib.Path) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_masks',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_masks', __doc__)
     parser.add_argument('--seqlen', type=int, help='default: 32768, with --quick 8192')
     return parser.parse_args(argv)
 

@@ -68,9 +68,7 @@ def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float) -> 
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_quantize',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('benchmarks.bench_quantize', __doc__)
     return parser.parse_args(argv)
 
 

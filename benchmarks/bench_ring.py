@@ -250,15 +250,11 @@ def show(cell: dict) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_ring',
-                                     description=__doc__.splitlines()[0])
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--quick', action='store_true', help='short sequences')
+    parser = harness.parser_of('benchmarks.bench_ring', __doc__, 'short sequences')
     parser.add_argument('--seqlens', type=int, nargs='+')
     parser.add_argument('--ranks', type=int, help='default: all GPUs; 2 on the CPU')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--contenders', nargs='+', choices=CONTENDERS, default=tuple(CONTENDERS))
-    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     args.seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
     args.ranks = args.ranks or (torch.cuda.device_count() if args.device == 'cuda' else 2)

@@ -184,16 +184,13 @@ def plot(record: dict, path: pathlib.Path) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.fp8_accuracy',
-                                     description=__doc__.splitlines()[0])
+    parser = harness.parser_of('benchmarks.fp8_accuracy', __doc__,
+                               '256 keys, 2 seeds, head dims 64, 96')
     is_gpu = torch.cuda.is_available()
-    parser.add_argument('--device', default='cuda' if is_gpu else 'cpu')
-    parser.add_argument('--quick', action='store_true', help='256 keys, 2 seeds, head dims 64, 96')
     parser.add_argument('--head-dims', type=int, nargs='+', default=[64, 96, 128, 192, 256])
     parser.add_argument('--seqlen', type=int, default=8192 if is_gpu else 2048)
     parser.add_argument('--heads', type=int, nargs=2, default=[2, 2], metavar=('Q', 'KV'))
     parser.add_argument('--seeds', type=int, default=5)
-    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     if args.quick:
         args.head_dims, args.seqlen, args.seeds = [64, 96], 256, 2

@@ -212,18 +212,14 @@ def show_training(record: dict, console: Console) -> None:
 
 # -------------------------------------------------------------------------------------------- both
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.fp8_backward',
-                                     description=__doc__.splitlines()[0])
+    parser = harness.parser_of('benchmarks.fp8_backward', __doc__, '200 keys, 1 seed, tiny models')
     is_gpu = torch.cuda.is_available()
-    parser.add_argument('--device', default='cuda' if is_gpu else 'cpu')
-    parser.add_argument('--quick', action='store_true', help='200 keys, 1 seed, tiny models')
     parser.add_argument('--head-dims', type=int, nargs='+', default=[128, 64] if is_gpu else [128])
     parser.add_argument('--seqlens', type=int, nargs='+', default=[2048] if is_gpu else [1024])
     parser.add_argument('--heads', type=int, default=2)
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--models', choices=MODELS, nargs='+', default=list(MODELS))
     parser.add_argument('--steps', type=int, help='of training: 1000 on a GPU, none on a CPU')
-    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     if args.quick:
         args.head_dims, args.seqlens, args.seeds, args.steps = [48], [200], 1, 3

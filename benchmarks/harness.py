@@ -275,15 +275,23 @@ def console(columns: int = 160) -> Console:
     return Console(width=None if sys.stdout.isatty() else columns)
 
 
-def add_common_arguments(add: Callable) -> None:
-    """The options that every benchmark takes; add is parser.add_argument."""
-    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    add('--quick', action='store_true', help='few cells, 3 rounds; on a CPU tiny problems')
-    add('--rounds', type=int, help='per cell (5; 3 with --quick)')
-    add('--target-ms', type=float, default=8.0,
-        help='work in a turn; 2000 shows the speed under sustained load')
-    add('--dtype', choices=('bf16', 'fp16'), default='bf16')
-    add_record_arguments(add)
+def parser_of(module: str, text: str, quick: str) -> argparse.ArgumentParser:
+    """The options of a script that writes a record. text: its docstring. quick: help of --quick."""
+    parser = argparse.ArgumentParser(prog=f'python -m {module}', description=text.splitlines()[0])
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--quick', action='store_true', help=quick)
+    add_record_arguments(parser.add_argument)
+    return parser
+
+
+def timing_parser(module: str, text: str) -> argparse.ArgumentParser:
+    """The options that every benchmark of times takes."""
+    parser = parser_of(module, text, 'few cells, 3 rounds; on a CPU tiny problems')
+    parser.add_argument('--rounds', type=int, help='per cell (5; 3 with --quick)')
+    parser.add_argument('--target-ms', type=float, default=8.0,
+                        help='work in a turn; 2000 shows the speed under sustained load')
+    parser.add_argument('--dtype', choices=('bf16', 'fp16'), default='bf16')
+    return parser
 
 
 def add_record_arguments(add: Callable) -> None:

@@ -165,11 +165,7 @@ def mib_text(count: int | None) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.memory',
-                                     description=__doc__.splitlines()[0])
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--quick', action='store_true', help='three lengths')
-    harness.add_record_arguments(parser.add_argument)
+    parser = harness.parser_of('benchmarks.memory', __doc__, 'three lengths')
     return parser.parse_args(argv)
 
 

@@ -151,9 +151,7 @@ def select(args: argparse.Namespace) -> list[Shape]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m tools.labs.sustained',
-                                     description=__doc__.splitlines()[0])
-    harness.add_common_arguments(parser.add_argument)
+    parser = harness.timing_parser('tools.labs.sustained', __doc__)
     parser.add_argument('--seconds', type=float, default=2.0, help='for each kind of a cell')
     return parser.parse_args(argv)
 
