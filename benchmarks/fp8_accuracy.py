@@ -25,13 +25,15 @@ from torch import Tensor
 
 from benchmarks import harness
 from flash_attn3 import flash_attn_func, quantize_fp8
-from flash_attn3.cpu import reference, reference_fp8
+from flash_attn3.cpu import reference
 from flash_attn3.ops import fp8
+from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs, Score
-from flash_attn3.cpu.reference_fp8 import Blocks, Scales
+from flash_attn3.cpu.reference_fp8 import Scales
+from tests.support.fp8_rounding import emulate
 
 BLOCKS = {'tensor': ('tensor', 'tensor'), 'head': ('head', 'head'),
-          'block': (Blocks().q, Blocks().kv)}    # for q, for k and v
+          'block': (Q_BLOCK, KV_BLOCK)}    # for q, for k and v
 ROTATIONS = (False, True)
 BF16 = 'bf16'
 # RMSE in the paper, which gives neither head dim nor length.
@@ -78,7 +80,7 @@ def score_of(shape: dict) -> Score:
 def contenders(shape: dict, device: torch.device) -> dict[str, Attend]:
     """Attention on e4m3 tensors, by name: the kernels, or their emulation."""
     if device.type != 'cuda':
-        return {'emulation': lambda values, scales: reference_fp8.emulate(
+        return {'emulation': lambda values, scales: emulate(
             Inputs(*values), scales, score_of(shape)).bfloat16()}
 
     def kernel(accumulation: str) -> Attend:

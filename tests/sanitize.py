@@ -38,6 +38,7 @@ from tests.support import cache_cases, chosen_cases, mask_cases, mask_cases_fp8
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.support.chosen_cases import LATENT, ChosenCase
+from tests.support.described import describe_sizes
 from tests.support.fp8_data import E4M3, descales, quantize_all
 from tests.support.general_cases import GeneralCase, forward
 from tests.support.lists import starts
@@ -237,7 +238,7 @@ def kernel_on_cache(case: CacheCase) -> str:
     given = case.arguments('cpu')
     names = {'q': 'q', 'k_cache': 'k', 'v_cache': 'v', 'page_table': 'page_table',
              'cu_seqlens_q': 'cu_seqlens_q', 'cache_batch_idx': 'cache_batch_idx', 'qv': 'qv'}
-    tensors = {own: checks.describe_sizes(given[name].shape, checks.dtype_name(given[name].dtype))
+    tensors = {own: describe_sizes(given[name].shape, checks.dtype_name(given[name].dtype))
                for name, own in names.items() if given.get(name) is not None}
     longest = max(queries for queries, _ in case.lengths) if case.is_packed else 0
     return _plan.plan_cache(**tensors, softcap=case.softcap, split_size=case.split_size,

@@ -49,7 +49,6 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_AMAX = 2.0 ** -64
 Q_BLOCK, KV_BLOCK = 64, 384    # rows of a block of q, and of k and v, as attention takes them
-BLOCK_STEP = 32    # the rows of a block are a multiple of this
 PER_HEAD, PER_TENSOR = 0, -1    # in place of rows: a scale per (sequence, KV head), or only one
 
 _WORD = 0xFFFFFFFF

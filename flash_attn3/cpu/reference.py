@@ -250,13 +250,7 @@ def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Sc
 @without_autocast
 def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
                   compute_dtype: torch.dtype | None = None, with_row_max: bool = False) -> Outputs:
-    """`attend` of each sequence alone.
-
-    Args:
-        inputs: packed tensors.
-        lengths: which rows are a sequence.
-        score, compute_dtype, with_row_max: as in `attend`.
-    """
+    """`attend` of packed tensors: of each sequence alone. lengths: which rows are a sequence."""
     q, k, v, s_aux = inputs.to(compute_dtype or inputs.q.dtype)
     out = q.new_zeros(*q.shape[:2], v.size(2))
     lse = q.new_full((q.size(1), q.size(0)), -math.inf, dtype=lse_dtype(q.dtype))
@@ -274,14 +268,7 @@ def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
 def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
                            lengths: Lengths, compute_dtype: torch.dtype | None = None,
                            outputs: Outputs | None = None) -> Gradients:
-    """Gradients of `attend_packed`: those of each sequence alone; ds_aux is their sum.
-
-    Args:
-        dout: gradient of out, (total_q, heads_q, head_dim_v).
-        dlse: gradient of lse, (heads_q, total_q), or None for zero.
-        inputs, score, lengths, compute_dtype: as in `attend_packed`.
-        outputs: as in `attend_backward`.
-    """
+    """Gradients of `attend_packed`: those of each sequence alone; ds_aux is their sum."""
     dtype = compute_dtype or inputs.q.dtype
     wide, dout = inputs.to(dtype), dout.to(dtype)
     total = Gradients(*(None if x is None else torch.zeros_like(x) for x in wide))
@@ -351,8 +338,8 @@ def _with_sink(logits: Tensor, s_aux: Tensor | None) -> Tensor:
     """The logits, followed by a column of the sinks."""
     if s_aux is None:
         return logits
-    sinks = s_aux.unflatten(0, logits.shape[1:3])[None, :, :, None, None]
-    return torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], dim=-1)
+    column = s_aux.unflatten(0, logits.shape[1:3])[None, :, :, None, None]
+    return torch.cat([logits, column.expand(*logits.shape[:4], 1)], dim=-1)
 
 
 def _row_max(logits: Tensor) -> Tensor:

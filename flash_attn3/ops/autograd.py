@@ -67,16 +67,15 @@ def define(op: str, forward: Callable, setup_context: Callable, backward: Callab
     return Function.apply
 
 
-def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
+def _keep(ctx, tensors: tuple[Tensor, ...], scale: float | None, causal: bool,
           deterministic: bool) -> None:
     """Keeps inputs, outputs and scalars of the forward for the backward.
 
     PyTorch's setting of deterministic algorithms is read now, in the forward.
     """
     ctx.save_for_backward(*tensors)
-    ctx.softmax_scale = library.softmax_scale_of(tensors[0], softmax_scale)
-    ctx.causal = causal
-    ctx.deterministic = checks.wants_determinism(deterministic)
+    ctx.scalars = (library.softmax_scale_of(tensors[0], scale), causal,
+                   checks.wants_determinism(deterministic))
     ctx.set_materialize_grads(False)
 
 
@@ -88,8 +87,8 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
     *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
-    return first_derivatives('flash_attn_func', compute, dout, dlse, *inputs, ctx.softmax_scale,
-                             ctx.causal, ctx.deterministic)
+    return first_derivatives('flash_attn_func', compute, dout, dlse, *inputs,
+                             *ctx.scalars)
 
 
 def first_derivatives(op: str, compute: Callable, *arguments):
@@ -101,8 +100,8 @@ def first_derivatives(op: str, compute: Callable, *arguments):
 
 # ------------------------------------------------------------------------------------ q, k and v
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, softmax_scale, causal, _, _, deterministic = inputs
-    _keep(ctx, (q, k, v, *output), softmax_scale, causal, deterministic)
+    q, k, v, scale, causal, _, _, deterministic = inputs
+    _keep(ctx, (q, k, v, *output), scale, causal, deterministic)
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
@@ -124,9 +123,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, num_heads_q, *scalars):
-        softmax_scale, causal, _, _, deterministic = scalars
+        scale, causal, _, _, deterministic = scalars
         output = _fwd(*unpack(qkv, num_heads_q), *scalars[:-1])
-        _keep(ctx, (qkv, *output), softmax_scale, causal, deterministic)
+        _keep(ctx, (qkv, *output), scale, causal, deterministic)
         ctx.num_heads_q = num_heads_q
         return output
 

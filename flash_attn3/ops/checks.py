@@ -97,14 +97,6 @@ def address_of(tensor: Tensor) -> int:
         return 0
 
 
-def describe_sizes(sizes: Sequence[int], dtype: str) -> tuple:
-    """Describes a contiguous CUDA tensor given only its sizes."""
-    strides = [1]
-    for size in reversed(sizes[1:]):
-        strides.insert(0, strides[0] * max(1, size))
-    return dtype, 'cuda', 0, tuple(sizes), tuple(strides), 0
-
-
 def gpu_facts(tensor) -> dict[str, int]:
     """Multiprocessors and L2 of a CUDA tensor's GPU; those of an H100 for everything else."""
     if isinstance(tensor, Tensor) and tensor.is_cuda and torch.cuda.is_available():

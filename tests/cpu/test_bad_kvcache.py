@@ -10,8 +10,8 @@ import torch
 
 from flash_attn3 import _plan, env, flash_attn_with_kvcache, get_scheduler_metadata
 from flash_attn3.api import kvcache
-from flash_attn3.ops import checks
 
+from tests.support.described import describe_sizes
 from tests.support.lists import ints
 
 BATCH, CAPACITY, DIM = 2, 12, 16
@@ -268,7 +268,7 @@ def test_metadata_need_a_tensor():
 # -------------------------------------------------------------------------------- rules of the GPU
 def described(shape: tuple, dtype: str = 'bfloat16', strides: tuple | None = None,
               address: int = 0) -> tuple:
-    name, kind, index, sizes, own, _ = checks.describe_sizes(shape, dtype)
+    name, kind, index, sizes, own, _ = describe_sizes(shape, dtype)
     return name, kind, index, sizes, strides or own, address
 
 

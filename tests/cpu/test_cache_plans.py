@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flash_attn3 import _plan, can_use, explain
-from flash_attn3.ops import checks
 
 from tests.support.cache_cases import small
+from tests.support.described import describe_sizes
 
 SHAPES = (4, 1, 32, 128), (4, 16384, 8, 128)
 ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
@@ -22,7 +22,7 @@ def explained(capsys, *shapes, **arguments) -> dict[str, str]:
 
 
 def call(*, splits: dict | None = None, **others) -> dict:
-    q, k = (checks.describe_sizes(shape, 'bfloat16') for shape in SHAPES)
+    q, k = (describe_sizes(shape, 'bfloat16') for shape in SHAPES)
     return dict(q=q, k=k, v=k, sm_count=132, **(splits or {}), **others)
 
 

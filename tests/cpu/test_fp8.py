@@ -25,6 +25,7 @@ from tests.cpu.drawn import examples
 from tests.support import compare, derivative_calls
 from tests.support.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
                                     quantize_all)
+from tests.support.fp8_rounding import emulate
 from tests.support.lists import ints, lengths_of, starts
 
 OPTIONS = {
@@ -244,7 +245,7 @@ def test_emulation_rounds_p_and_nothing_else():
     """|emulation - ref| <= 2^-4 sum p |v|, and 2^-10 of 2^8 for each p that is subnormal."""
     values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'head', True)
     scales = scales._replace(v=None)
-    got = reference_fp8.emulate(Inputs(*values), scales, score_of({}, 32))
+    got = emulate(Inputs(*values), scales, score_of({}, 32))
     v = values[2].double()
     ref, weighted = (reference_fp8.attend(Inputs(*values[:2], x), scales, score_of({}, 32)).out
                      for x in (v, v.abs()))
@@ -258,7 +259,7 @@ def test_emulation_of_equal_blocks_is_that_of_one_scale():
     values, scales = quantize_all(*tensors((1, 70), (1, 101)), 'block', True)
     blocks = scales._replace(v=torch.full_like(scales.v, 0.25))
     one = scales._replace(v=torch.full((1, 2), 0.25))
-    torch.testing.assert_close(*(reference_fp8.emulate(Inputs(*values), x, score_of({}, 32))
+    torch.testing.assert_close(*(emulate(Inputs(*values), x, score_of({}, 32))
                                  for x in (blocks, one)))
 
 
@@ -268,7 +269,7 @@ def test_emulation_with_scales_of_v_far_apart():
     v[:, :KV_BLOCK], v[:, 2 * KV_BLOCK:] = 0, v[:, 2 * KV_BLOCK:] * 1e4
     values, scales = quantize_all(q, k, v, 'block', True)
     inputs, score = Inputs(*values), score_of({'window_size': (-1, 0)}, 32)
-    got = reference_fp8.emulate(inputs, scales, score)
+    got = emulate(inputs, scales, score)
     ref = reference_fp8.attend(inputs, scales, score)
     weighted = reference_fp8.attend(inputs._replace(v=values[2].double().abs()), scales, score)
     assert ((got - ref.out).abs() <= 2.0 ** -4 * weighted.out + 1e-3).all()
@@ -278,13 +279,13 @@ def test_the_bar_finds_what_is_wrong():
     """A block without its scale, a tile that is dropped, P that is cut off at 448 / 2^8."""
     values, scales = quantize_all(*tensors((1, 128), (1, 2 * KV_BLOCK)), 'block', True)
     inputs, score = Inputs(*values), score_of({}, 32)
-    right = reference_fp8.emulate(inputs, scales, score).bfloat16()
+    right = emulate(inputs, scales, score).bfloat16()
     check_fp8(right, inputs, scales, score)
     without_scale = scales.v.clone()
     without_scale[..., 1] = 1
     cut = inputs._replace(k=values[1][:, :-96], v=values[2][:, :-96])
-    wrong = [reference_fp8.emulate(inputs, scales._replace(v=without_scale), score),
-             reference_fp8.emulate(cut, scales, score), right * 0.9]
+    wrong = [emulate(inputs, scales._replace(v=without_scale), score),
+             emulate(cut, scales, score), right * 0.9]
     for out in wrong:
         with pytest.raises(AssertionError, match='^out: m(ax|ean) error .* x .*emulation'):
             check_fp8(out.bfloat16(), inputs, scales, score)
@@ -304,7 +305,7 @@ def test_emulation_is_within_the_rounding_of_p(sizes, group, causal, window, sof
     values, scales = quantize_all(q, k, v, granularity, True)
     options = {'causal': causal, 'window_size': window, 'softcap': softcap}
     inputs, score = Inputs(*values), score_of(options, 32)
-    got = reference_fp8.emulate(inputs, scales, score)
+    got = emulate(inputs, scales, score)
     ref = reference_fp8.attend(inputs, scales, score).out
     weighted = reference_fp8.attend(inputs._replace(v=values[2].double().abs()), scales, score).out
     largest = 448 * scales.v.max() * sizes[1]

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_attn3
 from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_func,
                          flash_attn_with_kvcache, pack_tree_mask, shared_prefix_attn)
-from flash_attn3.ops import checks
 
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check, drawn
 from tests.host import _host
 from tests.support.cache_cases import CacheCase, small
 from tests.support.called_ops import compilations
+from tests.support.described import describe_sizes
 from tests.support.lists import ints
 
 ROTARY, LATENT = 64, 512
@@ -335,7 +335,7 @@ def test_functions_without_a_cache_say_where_qv_is():
 # ------------------------------------------------------------------------------- rules of the GPU
 def described(shape: tuple[int, ...], dtype: str = 'bfloat16',
               strides: tuple[int, ...] | None = None, address: int = 0) -> tuple:
-    name, kind, index, sizes, own, _ = checks.describe_sizes(shape, dtype)
+    name, kind, index, sizes, own, _ = describe_sizes(shape, dtype)
     return name, kind, index, sizes, strides or own, address
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
-from flash_attn3.ops.checks import describe_sizes
 from tests.cpu.drawn import examples
 from tests.host import _host
+from tests.support.described import describe_sizes
 
 NEVER, ALWAYS, HEURISTIC = False, True, None
 MASKS = ['full', 'causal', 'general', 'softcap']    # numbers of core/mask_limits.h, MaskKind

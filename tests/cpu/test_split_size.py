@@ -11,7 +11,6 @@ from torch.library import opcheck
 
 from flash_attn3 import _plan, can_use, explain, flash_attn_func, quantize_fp8
 from flash_attn3.api import interface
-from flash_attn3.ops.checks import describe_sizes
 from flash_attn3.ops.dense_and_varlen import Execution
 from flash_attn3.tools import planning
 
@@ -20,6 +19,7 @@ from tests.bits.draw import FEATURES, LAYOUTS, draw_of
 from tests.bits.ways import Computed, Ways, check, noise
 from tests.cpu.test_general_op import inputs
 from tests.cpu.test_splits import OPTIONS, dense, function_of, packed
+from tests.support.described import describe_sizes
 
 SPLIT_SIZE = 20
 SIZED = Execution(split_size=SPLIT_SIZE)

@@ -2,7 +2,7 @@
 
 `check_fp8` is the bar: max |out - ref| <= 4 max |emulation - ref| and mean <= 3 mean, both plus
 what rounding to the output's dtype costs; ref: the values of the e4m3 inputs in float64, emulation:
-`reference_fp8.emulate` of the same inputs, rounded.
+`fp8_rounding.emulate` of the same inputs, rounded.
 
 The emulation does not cut sums off as the tensor cores do, in S too. So the largest error has no
 proof: with 933 keys of outliers and scales per head one of 2400 rows was wrong by 0.19 where the
@@ -37,6 +37,7 @@ from flash_attn3.cpu.reference import Inputs, Lengths, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.support import compare
+from tests.support.fp8_rounding import emulate
 
 E4M3 = torch.float8_e4m3fn
 STEP_COLUMNS = 32    # in a k-step of e4m3
@@ -99,7 +100,7 @@ def check_fp8(out: Tensor, inputs: Inputs, scales: Scales, score: Score,
               lengths: Lengths | None = None) -> None:
     """Holds an output of e4m3 attention to the bar."""
     ref = reference_fp8.attend(inputs, scales, score, lengths).out
-    emulation = reference_fp8.emulate(inputs, scales, score, lengths).to(out.dtype)
+    emulation = emulate(inputs, scales, score, lengths).to(out.dtype)
     compare.check_nonfinite(out, ref, 'out')
     assert out.shape == ref.shape
     if not ref.numel():
