@@ -48,7 +48,7 @@ TensorMeta without_parts(TensorMeta const& stack) {
   return part;
 }
 
-// What both ops share. out: (batch, rows, heads, head_dim).
+// What stacks and separate results share. out: (batch, rows, heads, head_dim).
 void set_output(CombineParams& params, TensorMeta const& out) {
   std::copy_n(out.stride, 4, params.out_stride);
   params.out_dtype = out.dtype;

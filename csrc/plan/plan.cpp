@@ -13,7 +13,7 @@
 namespace fa3 {
 namespace {
 
-// Latent caches have head dims of their own (checks/cache.cpp).
+// Latent caches have head dims of their own (checks/attention.h).
 constexpr bool every_problem_has_a_variant() {
   bool has = true;
   for (int dtype = 0; dtype < kKernelDtypes; ++dtype) {

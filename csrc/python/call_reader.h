@@ -8,25 +8,16 @@
 #include <cstring>
 
 #include "call/attention_call.h"
+#include "call/tensor_text.h"
 
 namespace fa3::python {
 
 inline Dtype dtype_from_name(char const* name) {
-  struct Named {
-    char const* name;
-    Dtype dtype;
-  };
-  static constexpr Named kNames[] = {{"float16", Dtype::kFloat16},
-                                     {"bfloat16", Dtype::kBFloat16},
-                                     {"float32", Dtype::kFloat32},
-                                     {"float64", Dtype::kFloat64},
-                                     {"float8_e4m3fn", Dtype::kFloat8E4M3}};
-  for (Named const& named : kNames) {
-    if (std::strcmp(name, named.name) == 0) {
-      return named.dtype;
-    }
+  int dtype = 0;
+  while (dtype < int(Dtype::kOther) && std::strcmp(name, kDtypeNames[dtype]) != 0) {
+    ++dtype;
   }
-  return Dtype::kOther;
+  return Dtype(dtype);
 }
 
 inline DeviceType device_from_name(char const* name) {
