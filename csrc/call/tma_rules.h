@@ -22,14 +22,13 @@ inline bool tma_can_address(TensorMeta const& meta) {
   return fine;
 }
 
-// Whether chunks of 16 bytes of the columns can be loaded and stored.
-inline bool has_chunks(TensorMeta const& meta) {
+// Whether aligned chunks of so many bytes of the columns can be loaded and stored.
+inline bool has_chunks(TensorMeta const& meta, int64_t bytes = kTmaAlignment) {
   int const columns = meta.rank - 1;
-  bool fine =
-      meta.address % kTmaAlignment == 0 && (meta.size[columns] <= 1 || meta.stride[columns] == 1);
+  bool fine = meta.address % bytes == 0 && (meta.size[columns] <= 1 || meta.stride[columns] == 1);
   for (int i = 0; i < columns; ++i) {
     int64_t const stride = meta.stride[i] * bytes_of(meta.dtype);
-    fine = fine && (meta.size[i] <= 1 || stride % kTmaAlignment == 0);
+    fine = fine && (meta.size[i] <= 1 || stride % bytes == 0);
   }
   return fine;
 }

@@ -19,14 +19,8 @@ constexpr int kVector = 4;  // columns
 
 // Whether the rows of a tensor are made of aligned vectors of four columns.
 bool has_vectors(TensorMeta const& meta) {
-  int64_t const bytes = kVector * (meta.dtype == Dtype::kFloat32 ? 4 : 2);
-  int const columns = meta.rank - 1;
-  bool fine =
-      meta.address % bytes == 0 && meta.size[columns] % kVector == 0 && meta.stride[columns] == 1;
-  for (int i = 0; i < columns; ++i) {
-    fine = fine && (meta.size[i] <= 1 || meta.stride[i] % kVector == 0);
-  }
-  return fine;
+  return meta.size[meta.rank - 1] % kVector == 0 &&
+         has_chunks(meta, kVector * bytes_of(meta.dtype));
 }
 
 // A part, (batch, row, head, column), with its LSE, (batch, row, head).

@@ -68,17 +68,6 @@ OwnedTensor allocate_scales(QuantizeShape const& shape, int device) {
   return allocate(kOp, shape.is_packed ? packed : dense, 3, Dtype::kFloat32, device);
 }
 
-// A tensor whose rows the kernels can load: as it is, or a copy.
-OwnedTensor copy_unless_readable(OwnedTensor const& x, TensorMeta const& meta) {
-  int64_t const bytes = meta.dtype == Dtype::kFloat32 ? 4 : 2;
-  int const columns = meta.rank - 1;
-  bool fine = meta.address % 16 == 0 && (meta.size[columns] == 1 || meta.stride[columns] == 1);
-  for (int i = 0; i < columns; ++i) {
-    fine = fine && (meta.size[i] == 1 || meta.stride[i] * bytes % 16 == 0);
-  }
-  return fine ? OwnedTensor() : packed_copy(kOp, x, meta);
-}
-
 // A tensor that is to be quantised, with all that its launch needs.
 class Job {
   OwnedTensor const& x_;
@@ -114,7 +103,7 @@ class Job {
 
  private:
   QuantizeParams make_params() {
-    copy_ = copy_unless_readable(x_, call_.x);
+    copy_ = has_chunks(call_.x) ? OwnedTensor() : packed_copy(kOp, x_, call_.x);
     QuantizeParams params;
     params.shape = shape_;
     params.dtype = call_.x.dtype;
