@@ -121,7 +121,24 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
     given = {name: x for name, x in call.items() if isinstance(x, Tensor) and name not in _NUMBERS}
     one_device = len({x.device for x in given.values()}) == 1
     described = {name: describe(x, rules_of if one_device else None) for name, x in given.items()}
-    return check(**{'sm_count': gpu_facts(call.get('q'))['sm_count']} | call | described)
+    try:
+        return check(**{'sm_count': gpu_facts(call.get('q'))['sm_count']} | call | described)
+    except TypeError:
+        if not (text := _type_text(call)):
+            raise
+        return {'reason': text} if check.__name__.startswith('plan') else text
+
+
+def _type_text(call: Mapping) -> str:
+    """Which argument of a call has a wrong type, or ''. A call on a cache has cache_length."""
+    is_packed = call.get('cu_seqlens_q') is not None
+    op = (OP_ON_CACHE if 'cache_length' in call else
+          'flash_attn_varlen_func' if is_packed else 'flash_attn_func')
+    for name in ('q', 'k', 'v'):
+        if not isinstance(call.get(name), (Tensor, tuple)):    # tuple: described
+            suffix = '_cache' if 'cache_length' in call and name != 'q' else ''
+            return error(op, f'{name}{suffix} to be a tensor', type(call.get(name)).__name__)
+    return number_text(op, call)
 
 
 def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> None:

@@ -73,3 +73,20 @@ def test_the_name(name, change, requires_grad):
         function_of(name)(**given)
     assert str(error.value).startswith(f'flash_attn3.{name}: expected ')
     assert error.value.__cause__ is None and error.traceback[-1].path.name != 'test_error_names.py'
+
+
+@pytest.mark.parametrize('name, change, text', [
+    ('flash_attn_fp8_func', dict(k=None), 'k to be a tensor, got NoneType'),
+    ('flash_attn_fp8_func', dict(softmax_scale='wide'), "softmax_scale to be a number, got 'wide'"),
+    ('flash_attn_varlen_fp8_func', dict(sm_margin=1.5), 'sm_margin to be an integer, got 1.5'),
+    ('flash_attn_with_kvcache', dict(v_cache=None), 'v_cache to be a tensor, got NoneType'),
+    ('flash_attn_with_kvcache', dict(k_cache=[1]), 'k_cache to be a tensor, got list')],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)))
+def test_wrong_types(name, change, text):
+    with pytest.raises(RuntimeError, match=f'^flash_attn3.{name}: expected {text}$'):
+        function_of(name)(**GOOD[name] | change)
+
+
+def test_can_use_names_a_wrong_type():
+    assert flash_attn3.can_use(Q)[1][0] == (
+        'flash_attn3.flash_attn_func: expected k to be a tensor, got NoneType')
