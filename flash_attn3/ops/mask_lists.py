@@ -20,21 +20,18 @@ For gradients, each tile of 128 keys has a list of tiles of queries in the same 
 
 word: tile of queries << 4 | bits; rank: how many later tiles of keys list the same queries.
 
-csrc/mask makes the lists on a GPU, and csrc/core/key_list.h reads them. The functions here say what
-they are: plain loops, with a bool for each query and key. Kernels alone read lists, so they serve
-tests. Rows are cleaned here for the CPU, and for GPUs without kernels.
+csrc/mask makes the lists, and csrc/core/key_list.h reads them. Kernels alone read lists, so the op
+has no implementation for CPU tensors: tests/support/plain_lists.py is what the tests compare with.
+Rows are cleaned here for the CPU, and for GPUs without kernels.
 """
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn3.cpu import visible_keys
 from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.ops import library
 
@@ -42,7 +39,6 @@ QUERIES = 128    # queries that share a list of K tiles
 KEYS = 128       # keys that share a list of tiles of queries
 BLOCK = 64       # a block of mask_blocks has 64 queries and 64 keys
 HEADER = 4       # ints of a list before its entries
-_ENTRY_BITS = 4
 
 
 class Layout(NamedTuple):
@@ -108,9 +104,9 @@ class Tiles(NamedTuple):
     queries: int = 0
 
     @staticmethod
-    def of(head_dim: int, softcap: bool, with_gradients: bool, is_fp8: bool = False) -> Tiles:
-        """head_dim: the larger one of q and v. softcap: whether there is one."""
-        return Tiles(KEYS if is_fp8 or (head_dim <= 128 and not softcap) else 64, QUERIES,
+    def of(head_dim: int, has_softcap: bool, with_gradients: bool, is_fp8: bool = False) -> Tiles:
+        """head_dim: the larger one of q and v."""
+        return Tiles(KEYS if is_fp8 or (head_dim <= 128 and not has_softcap) else 64, QUERIES,
                      0 if not with_gradients else 128 if head_dim <= 64 else 64)
 
     def of_blocks(self) -> Tiles:
@@ -152,77 +148,7 @@ def expanded_blocks(blocks: Tensor, layout: Layout, heads: int) -> Tensor:
     return blocks.contiguous()
 
 
-# ----------------------------------------------------------------------------------- what lists are
-class _Sequence(NamedTuple):
-    """A packed sequence, or the whole of a batch. visible: (batch or 1, heads_q or 1, queries,
-    keys). blocks: those of it. first, first_of_keys: the numbers of its first lists.
-    """
-    visible: Tensor
-    blocks: Tensor | None
-    first: int = 0
-    first_of_keys: int = 0
-
-
-def _sequences(rows: Tensor | None, blocks: Tensor | None, layout: Layout) -> Iterator[_Sequence]:
-    if not layout.is_packed:
-        yield _Sequence(visible_keys.visible(rows, blocks, layout.queries, layout.keys), blocks)
-        return
-    starts_q, starts_k = (x.tolist() for x in layout[2:4])
-    for b in range(layout.batch):
-        own = slice(*starts_q[b:b + 2])
-        of_rows = None if rows is None else rows[None, own]
-        of_blocks = None if blocks is None else blocks[b:b + 1]
-        visible = visible_keys.visible(of_rows, of_blocks, own.stop - own.start,
-                                       starts_k[b + 1] - starts_k[b])
-        yield _Sequence(visible, of_blocks, own.start // QUERIES + b, starts_k[b] // KEYS + b)
-
-
-class _Tiles(NamedTuple):
-    """Tiles of queries and keys, each (batch or 1, heads_q or 1, tiles, tiles). listed: some query
-    sees some key. free: and every query sees every key. bits: of an entry.
-    """
-    listed: Tensor
-    free: Tensor
-    bits: Tensor
-
-
-def _tiles(sequence: _Sequence, queries: int, keys: int) -> _Tiles:
-    visible, blocks = sequence.visible, sequence.blocks
-    counts = ceil_div(visible.size(-2), queries), ceil_div(visible.size(-1), keys)
-
-    def in_tiles(x: Tensor, wanted: tuple[int, int], outside: bool = False) -> Tensor:
-        """(..., tiles of queries, tiles of keys, what a tile holds), of so many in a tile."""
-        rows, columns = (count * size for count, size in zip(counts, wanted))
-        x = F.pad(x[..., :rows, :columns], (0, max(0, columns - x.size(-1))))
-        x = F.pad(x, (0, 0, 0, max(0, rows - x.size(-2))), value=outside)
-        return x.unflatten(-1, (counts[1], wanted[1])).unflatten(-3, (counts[0], wanted[0])
-                                                                 ).transpose(-3, -2).flatten(-2)
-
-    listed = in_tiles(visible, (queries, keys)).any(-1)
-    free = listed & in_tiles(visible, (queries, keys), outside=True).all(-1)
-    weights = 2 ** torch.arange(queries // BLOCK * 2, dtype=torch.int32)
-    if blocks is None:
-        return _Tiles(listed, free, weights.sum().int().expand_as(listed))
-    shown = in_tiles(blocks.repeat_interleave(2 * BLOCK // keys, -1), (queries // BLOCK, 2))
-    return _Tiles(listed, free, (shown * weights).sum(-1).int().expand_as(listed))
-
-
-def _write(entries: Tensor, listed: Tensor, free: Tensor, words: Tensor) -> None:
-    """Writes a list. listed, free: of each tile. words: the words of each tile's entry."""
-    order = torch.cat([free.nonzero(), (listed & ~free).nonzero()]).flatten()
-    if len(order):
-        entries[0], entries[1] = len(order), free.sum()
-        entries[HEADER:HEADER + words[order].numel()] = words[order].flatten()
-
-
-def _write_order(lists: Tensor) -> Tensor:
-    counts = lists[..., 0].long()
-    lists[..., 2] = counts.argsort(dim=-1, descending=True, stable=True)
-    is_outlier = counts * counts.size(-1) > 4 * counts.sum(-1, keepdim=True)
-    lists[..., 3] = is_outlier.sum(-1, keepdim=True)
-    return lists
-
-
+# ------------------------------------------------------------------------------------------ the op
 def _no_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, lists: int,
               width: int) -> Tensor:
     """(batch or 1, heads_q or 1, lists, width) zeros; packed: 1 instead of a batch."""
@@ -233,88 +159,42 @@ def _no_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, lists:
                        dtype=torch.int32, device=given[0].device)
 
 
-def _no_key_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, keys: int,
-                  queries: int) -> Tensor:
+def empty_key_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, keys: int,
+                    queries: int) -> Tensor:
     lists = _no_lists(rows, blocks, layout, layout.lists(queries),
                       HEADER + max(1, ceil_div(layout.keys, keys)))
     lists[..., 0] = 1
     return lists
 
 
-def _no_query_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout,
-                    queries: int) -> Tensor:
+def empty_query_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout,
+                      queries: int) -> Tensor:
     tiles = max(1, ceil_div(layout.queries, queries))
     return _no_lists(rows, blocks, layout, layout.query_lists(), HEADER + 2 * tiles)
 
 
-def key_lists(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout,
-              keys: int, queries: int = QUERIES) -> Tensor:
-    """The lists, (batch or 1, heads_q or 1, lists, 4 + K tiles, at least 5) int32; the first size
-    is 1 for packed sequences.
-
-    mask_rows, mask_blocks: those of the op `attend`, of which one may be None; mask_rows is clean
-    (clean_rows). keys, queries: 64 or 128, those of a K tile and of a list.
-    """
-    lists = _no_key_lists(mask_rows, mask_blocks, layout, keys, queries)
-    for sequence in _sequences(mask_rows, mask_blocks, layout):
-        listed, free, bits = _tiles(sequence, queries, keys)
-        bits = bits * 5 if queries == BLOCK else bits    # those of both halves of the queries
-        words = torch.arange(listed.size(-1), dtype=torch.int32) << _ENTRY_BITS | bits
-        for b, head, tile in itertools.product(*map(range, listed.shape[:-1])):
-            at = b, head, tile
-            _write(lists[b, head, sequence.first + tile], listed[at], free[at], words[at])
-    return _write_order(lists)
+Arguments = tuple_of('Arguments', __name__, *OPS['mask_lists'].takes)
 
 
-def query_lists(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout,
-                queries: int) -> Tensor:
-    """The lists of tiles of queries, (batch or 1, heads_q or 1, lists, 4 + 2 tiles) int32, from
-    what key_lists() takes. queries: 64 or 128, those of a tile.
-    """
-    lists = _no_query_lists(mask_rows, mask_blocks, layout, queries)
-    for sequence in _sequences(mask_rows, mask_blocks, layout):
-        listed, free, bits = _tiles(sequence, queries, KEYS)
-        tiles = torch.arange(listed.size(-2), dtype=torch.int32)[:, None]
-        ranks = listed.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) - listed.int()
-        words = torch.stack([tiles << _ENTRY_BITS | bits, ranks], -1)
-        for b, head, tile in itertools.product(*map(range, (*listed.shape[:2], listed.size(-1)))):
-            at = b, head, slice(None), tile
-            _write(lists[b, head, sequence.first_of_keys + tile], listed[at], free[at], words[at])
-    return _write_order(lists)
-
-
-# ------------------------------------------------------------------------------------------ the op
-_Given = tuple_of('_Given', __name__, *OPS['mask_lists'].takes)
-
-
-def _layout_of(own: _Given) -> Layout:
+def layout_of(own: Arguments) -> Layout:
     return Layout(own.queries, own.keys, own.starts_q, own.starts_k, own.all_keys)
 
 
-def _lists_cpu(*arguments) -> tuple[Tensor, ...]:
-    own = _Given(*arguments)
-    layout = _layout_of(own)
-    rows = None if own.intervals is None else clean_rows(own.intervals, layout)
-    blocks = None if own.block_mask is None else expanded_blocks(own.block_mask, layout, own.heads)
-    of_queries = query_lists(rows, blocks, layout, own.tile_queries) if own.tile_queries else None
-    return _results(rows, key_lists(rows, blocks, layout, own.tile_keys, own.tile_rows), of_queries)
-
-
 def _lists_fake(*arguments) -> tuple[Tensor, ...]:
-    own = _Given(*arguments)
-    layout = _layout_of(own)
+    own = Arguments(*arguments)
+    layout = layout_of(own)
     rows = (None if own.intervals is None
             else own.intervals.new_empty((*own.intervals.shape[:-2], 4)))
     blocks = None if own.block_mask is None else expanded_blocks(own.block_mask, layout, own.heads)
-    of_queries = (_no_query_lists(rows, blocks, layout, own.tile_queries) if own.tile_queries
+    of_queries = (empty_query_lists(rows, blocks, layout, own.tile_queries) if own.tile_queries
                   else None)
-    of_keys = _no_key_lists(rows, blocks, layout, own.tile_keys, own.tile_rows)
-    return _results(rows, of_keys, of_queries)
+    of_keys = empty_key_lists(rows, blocks, layout, own.tile_keys, own.tile_rows)
+    return results_of(rows, of_keys, of_queries)
 
 
-def _results(rows: Tensor | None, lists: Tensor, of_queries: Tensor | None) -> tuple[Tensor, ...]:
+def results_of(rows: Tensor | None, lists: Tensor, of_queries: Tensor | None) -> tuple[Tensor, ...]:
     """What there is not is empty."""
     return tuple(lists.new_empty(0) if x is None else x for x in (rows, lists, of_queries))
 
 
-library.register('mask_lists', _lists_cpu, _lists_fake)
+torch.library.register_fake('flash_attn3::mask_lists', _lists_fake, lib=library.LIBRARY)

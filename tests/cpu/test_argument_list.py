@@ -29,7 +29,7 @@ OF_ATTENTION = {argument.name for argument in arguments.ARGUMENTS
 # The names that stand in more than MOST_FILES today, and in how many. It shrinks: a name that does
 # better leaves or gets its new count (pytest -vv prints them); none enters, and no count grows.
 ABOVE = {
-    'sinks': 28, 'softmax_scale': 28, 'page_table': 21, 'softcap': 17, 'qv': 15}
+    'sinks': 28, 'softmax_scale': 28, 'page_table': 21, 'softcap': 16, 'qv': 15}
 MEDIAN_TODAY = 9    # it shrinks too, to MEDIAN_FILES
 DRIVER_LINES = 450
 # Those write down the interfaces of others, whose arguments they pass on.

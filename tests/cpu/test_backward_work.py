@@ -14,12 +14,13 @@ import torch
 
 from csrc.plan.variants import BACKWARD
 from flash_attn3 import _plan
-from flash_attn3.ops.mask_lists import KEYS, Layout, query_lists
+from flash_attn3.ops.mask_lists import KEYS, Layout
 from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, GENERAL, mask_of_kind, sees
 from tests.cpu.masks import NAMES as MASK_KINDS
 from tests.cpu.test_plan import ceil_div
 from tests.host import _host
+from tests.support.plain_lists import query_lists
 
 # One dtype: the other one has the same work.
 TILE_OF = {variant.name: _host.backward_tiles[variant.shape] for variant in BACKWARD

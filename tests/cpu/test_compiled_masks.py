@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from flash_attn3 import AttentionMask, flash_attn_func
-from flash_attn3.ops import library, mask_lists, masked
+from flash_attn3.ops import library, masked
 from flash_attn3.ops.mask_lists import Tiles
 
+from tests.support import plain_lists
 from tests.support.called_ops import compilations
 from tests.support.compiled_masks import (MASKS, attend, check_checkpointed, check_compiled,
                                           inputs)
@@ -106,10 +107,11 @@ def test_lists_are_made_once(head_dim, count, monkeypatch):
     kernels, which the CPU does not read.
     """
     made = []
-    key_lists = mask_lists.key_lists
+    key_lists = plain_lists.key_lists
     monkeypatch.setattr(masked, 'tiles_of', lambda q, v, general, *options: Tiles.of(
         q.size(-1), False, *options))
-    monkeypatch.setattr(mask_lists, 'key_lists', lambda *given: made.append(1) or key_lists(*given))
+    monkeypatch.setattr(plain_lists, 'key_lists',
+                        lambda *given: made.append(1) or key_lists(*given))
     q = torch.randn(1, 200, 2, head_dim, requires_grad=True)
     compiled = torch.compile(three_layers, backend='aot_eager', fullgraph=True)
     mask = AttentionMask.prefix_lm(ints([5]), 200)

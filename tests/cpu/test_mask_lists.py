@@ -1,5 +1,5 @@
-"""The lists of an AttentionMask in plain PyTorch (flash_attn3/ops/mask_lists.py) beside an oracle
-that looks at each query and key. Those of the kernels: tests/gpu/test_mask_lists.py.
+"""The lists of an AttentionMask in plain PyTorch (support/plain_lists.py) beside an oracle that
+looks at each query and key. Those of the kernels: tests/gpu/test_mask_lists.py.
 """
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_attn3.cpu import visible_keys
-from flash_attn3.ops.mask_lists import (
-    BLOCK, HEADER, KEYS, QUERIES, Layout, clean_rows, key_lists, query_lists)
+from flash_attn3.ops.mask_lists import BLOCK, HEADER, KEYS, QUERIES, Layout, clean_rows
 
 from tests.cpu.drawn import examples
 from tests.support.lists import starts
+from tests.support.plain_lists import key_lists, query_lists
 
 OUTSIDE = -2 ** 31, -1000, -1, 2 ** 31 - 1
 

@@ -1,4 +1,4 @@
-"""The op `mask_lists` beside plain PyTorch (flash_attn3/ops/mask_lists.py): each list up to what is
+"""The op `mask_lists` beside plain PyTorch (support/plain_lists.py): each list up to what is
 unspecified, to the bit.
 """
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flash_attn3.ops.mask_lists import (
     BLOCK, HEADER, Layout, Tiles, ceil_div, expanded_blocks)
 
 from tests.gpu.common import spoil_allocator
+from tests.support import plain_lists
 from tests.support.lists import ints, starts
 
 SEEDS = [pytest.param(seed, marks=pytest.mark.smoke) for seed in range(3)] + list(range(3, 24))
@@ -67,11 +68,11 @@ def check(given: Given, tiles: Tiles, device: torch.device) -> None:
         assert rows.numel() == 0
     else:
         assert rows.dtype == torch.int32 and torch.equal(rows.cpu(), clean)
-    check_lists('key_lists', lists, mask_lists.key_lists(clean, blocks, layout, *tiles[:2]), 1)
+    check_lists('key_lists', lists, plain_lists.key_lists(clean, blocks, layout, *tiles[:2]), 1)
     if not tiles.queries:
         assert of_queries.numel() == 0
         return
-    wanted = mask_lists.query_lists(clean, blocks, layout, tiles.queries)
+    wanted = plain_lists.query_lists(clean, blocks, layout, tiles.queries)
     check_lists('query_lists', of_queries, wanted, 2)
 
 

@@ -15,6 +15,7 @@ from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.mask_lists import Layout, Tiles, clean_rows
 
 from tests.gpu.common import spoil_allocator
+from tests.support import plain_lists  # noqa: F401 - the op, on CPU tensors
 from tests.support.lists import starts
 
 OPS = torch.ops.flash_attn3
