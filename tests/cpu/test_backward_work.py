@@ -188,7 +188,7 @@ def test_sections_where_the_first_keys_are_seen_by_more(mask, in_sections):
     assert plan['in_sections'] == in_sections
 
 
-# ------------------------------------------------------------------------- lists of an AttentionMask
+# ------------------------------------------------------------------------ lists of an AttentionMask
 LISTS = 7    # of kBuiltKinds
 LISTED = [name for name in FACTS if name in _host.listed_tiles]
 
@@ -213,7 +213,8 @@ def listed_steps(clusters, lists, heads, rank_offset):
 
 
 @pytest.mark.parametrize('name', LISTED)
-@given(seed=st.integers(0, 999), share=st.sampled_from([0, 0.2, 0.7, 1]), seqlens=st.tuples(st.integers(1, 300), st.integers(1, 400)),
+@given(seed=st.integers(0, 999), share=st.sampled_from([0, 0.2, 0.7, 1]),
+       seqlens=st.tuples(st.integers(1, 300), st.integers(1, 400)),
        heads=st.tuples(st.integers(1, 3), st.integers(1, 3)), batch=st.integers(1, 3),
        deterministic=st.booleans())
 @examples(15)
