@@ -310,7 +310,7 @@ PyObject* backward_plan_dict(AttentionCall const& call) {
 
 // The launch on keys that all sequences share: its parts and its kernel. 0 and "" without one.
 void add_prefix(DictBuilder& dict, AttentionCall const& call) {
-  int parts = 0;
+  PrefixParts parts{.count = 0};
   char const* kernel = "";
   if (has_shared_prefix(call)) {
     TensorMeta const queries = as_one_sequence(call.q);
@@ -318,7 +318,7 @@ void add_prefix(DictBuilder& dict, AttentionCall const& call) {
     FwdProblem const problem = problem_of(call_of_prefix(call, queries, parts));
     kernel = kFwdVariants[plan_cache(launches_of_cache(problem).front()).variant].name;
   }
-  dict.integer("prefix_parts", parts).string("prefix", kernel);
+  dict.integer("prefix_parts", parts.count).string("prefix", kernel);
 }
 
 // The workspace of parts holds O, the LSE of each row, and that of a group of parts.
