@@ -114,21 +114,19 @@ def test_parts_fill_the_gpu_without_a_flood_of_tiles(batch, queries, heads_k, gr
     assert parts == 1 or tiles * parts <= 8 * sms
 
 
-@pytest.mark.parametrize('batch, parts, bytes_text', [(64, 4, '100.7 MB'), (4, 1, '37.75 MB'),
-                                                      (1, 0, '34.6 MB')])
-def test_explain_shows_parts_kernel_and_bytes(batch, parts, bytes_text, capsys):
+@pytest.mark.parametrize('batch, bytes_text', [(64, '100.7 MB'), (4, '37.75 MB'), (1, '34.6 MB')])
+def test_explain_shows_parts_kernel_and_bytes(batch, bytes_text, capsys):
     """One sequence shares nothing: its plan is that without a prefix."""
     cache = batch * 528, 16, 8, 128
     given = dict(q=(batch, 1, 64, 128), k=cache, page_table=(batch, 528))
     rows = explained(capsys, **given, shared_prefix=8192)
     plain = explained(capsys, **given)
     assert rows.pop('bytes') == f'{bytes_text}: K and V of full caches'
-    if parts:
-        found, kernel, *_ = launch(batch, 1, (64, 8), 8192, page_size=16, head_dims=(128, 128),
+    if batch > 1:
+        parts, kernel, *_ = launch(batch, 1, (64, 8), 8192, page_size=16, head_dims=(128, 128),
                                    slots=8448, cache_length=-1)
         assert rows.pop('shared keys') == (
             f'8192, read once for all queries in {parts} part(s) by {kernel}')
-        assert found == parts
     own = 'bytes', 'expected'
     assert ({name: text for name, text in rows.items() if name not in own}
             == {name: text for name, text in plain.items() if name not in own})
