@@ -25,7 +25,7 @@ RUN := $(VENV)/bin/python
 CLIENTS := .venv-clients
 DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
 FAST_VARIANTS := FwdBf16D128Causal,BwdBf16D128Causal
-EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,FwdBf16D64Cache,FwdBf16D64CacheLong,FwdBf16D64CacheKv8,BwdBf16D64Causal*,FwdBf16D64Lists*,BwdBf16D64Lists,FwdBf16D256Causal*,BwdBf16D256Causal,FwdBf16D64x512Latent*
+EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,FwdBf16D64Cache,FwdBf16D64CacheLong,FwdBf16D64CacheKv8,BwdBf16D64Causal*,FwdBf16D64Lists*,BwdBf16D64Lists*,FwdBf16D256ListsSoftcap,FwdBf16D256Causal*,BwdBf16D256Causal,FwdBf16D64x512Latent*
 # By file: a module's fixtures and caches are made once.
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist loadfile
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
