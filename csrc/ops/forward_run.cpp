@@ -149,16 +149,9 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
-  if (split.count > 1) {
-    CacheTensors& keys = launches_[0]->params.cache;
-    keys.held_by_all = int(call.prefix.shared_prefix);
-    keys.held_step = int(split.keys);
-  }
+  split.set_lengths(launches_[0]->params.cache, call.prefix.shared_prefix);
   if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
-    CacheProblem& cache = last.params.problem.cache;
-    cache.is_second = true;
-    cache.earlier_ctas = uint8_t(std::min(split.ctas, 255));
-    cache.earlier_k_tiles = uint8_t(std::min(split.own_k_tiles, 255));
+    split.set_second(last.params.problem.cache);
   }
   merge.set_first(describe(results[0].out), describe(results[0].lse), split.count);
   merge.part[1] = describe(results[1].out);

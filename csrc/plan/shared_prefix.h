@@ -34,6 +34,19 @@ struct PrefixParts {
   int64_t keys = 0;     // of each part but the last, which may have fewer
   int ctas = 0;         // that compute the parts
   int own_k_tiles = 0;  // of own keys that a CTA computes in that time, by estimate
+
+  // The lengths of the parts, of `all` shared keys.
+  void set_lengths(CacheTensors& keys, int64_t all) const {
+    keys.held_by_all = count > 1 ? int(all) : keys.held_by_all;
+    keys.held_step = int(this->keys);
+  }
+
+  // The launch on own keys, which starts while that on the parts still runs.
+  void set_second(CacheProblem& cache) const {
+    cache.is_second = true;
+    cache.earlier_ctas = uint8_t(min_of(ctas, 255));
+    cache.earlier_k_tiles = uint8_t(min_of(own_k_tiles, 255));
+  }
 };
 
 // The parts that take the least time by estimate, together with the launch on own keys. q: of
