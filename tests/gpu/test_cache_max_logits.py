@@ -73,13 +73,15 @@ def test_trees(kind, device):
 @pytest.mark.smoke
 @pytest.mark.parametrize('kind', ['bf16-64', 'e4m3-128', 'kv8', 'mla-16', 'mla-128-kv8'])
 def test_the_same_bits_each_time_and_in_parts(kind, device):
-    """The order in which CTAs raise a maximum is not seen; parts change it by no bit."""
+    """The order in which CTAs raise a maximum is not seen; the number of parts changes no bit. With
+    one part another kernel may serve the call.
+    """
     case = dataclasses.replace(DECODE, **KINDS[kind], num_splits=7)
     arguments = case.arguments(device)
     wanted, _ = run(case, arguments)
     for _ in range(3 if device.type == 'cuda' else 1):
         check_same(run(case, arguments)[0], wanted)
-    got, _ = run(case, arguments, num_splits=1)
+    got, _ = run(case, arguments, num_splits=3)
     compare.check_equal(got.max_logits, wanted.max_logits, 'max_logits')
 
 

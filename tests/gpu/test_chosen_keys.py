@@ -156,7 +156,7 @@ def test_a_graph(kind, cuda):
         for name, x in given.items():
             if isinstance(x, torch.Tensor) and x.is_cuda:
                 as_bits(x).copy_(as_bits(other[name]))
-        for x in results:
+        for x in results.tensors:
             x.fill_(torch.nan)
         graph.replay()
         check_same(results, call(case, other))

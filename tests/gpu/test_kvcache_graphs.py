@@ -100,7 +100,7 @@ class Captured:
                 as_bits(own).copy_(as_bits(x))
 
     def replay(self) -> Returned:
-        for x in self.results:
+        for x in self.results.tensors:
             x.fill_(torch.nan)
         self.graph.replay()
         return self.results

@@ -49,6 +49,10 @@ class Returned(NamedTuple):
     lse: Tensor | None
     max_logits: Tensor | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self if x is not None]
+
 
 @dataclass(frozen=True)
 class CacheCase(NamedByChanges):
