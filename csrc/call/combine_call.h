@@ -34,8 +34,12 @@ struct MergeCall {
     part_stride = entries.stride[0];
     lse_part_stride = lses.stride[0];
     entries.size[0] = lses.size[0] = 1;
-    part[0] = entries;
-    lse[0] = lses;
+    set(0, entries, lses);
+  }
+
+  void set(int i, TensorMeta const& rows, TensorMeta const& rows_lse) {
+    part[i] = rows;
+    lse[i] = rows_lse;
   }
 };
 

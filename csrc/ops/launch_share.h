@@ -17,11 +17,13 @@ struct HeadGroups {
     return HeadGroups{whole.heads_q / max_of(1, one.heads_q), whole.heads_k};
   }
 
-  // Whether a decode kernel may start while the previous launch of the call still runs. If head
-  // groups or column groups are launched in turn, they share a workspace, so each waits. With
-  // sm_margin it waits too: otherwise it would start on the SMs that the first launch leaves free.
-  bool starts_early(FwdProblem const& one) const {
-    return count == 1 && one.head_dim_v <= launch_columns(one) && one.sm_margin == 0;
+  // Whether a variant, if it decodes, may start while the previous launch of the call still runs.
+  // If head groups or column groups are launched in turn, they share a workspace, so each waits.
+  // With sm_margin it waits too: otherwise it would start on the SMs that the first launch leaves
+  // free.
+  bool starts_early(FwdProblem const& one, int variant) const {
+    return kFwdVariants[variant].is_swapped && count == 1 &&
+           one.head_dim_v <= launch_columns(one) && one.sm_margin == 0;
   }
 
   // first: the parameters of the first group. The caller moves the pointer to the sinks.

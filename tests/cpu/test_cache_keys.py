@@ -400,6 +400,7 @@ def test_parts_do_not_depend_on_the_rest_of_a_launch(line, ctas):
     """Unless the split is even: neither on the CTAs nor on the other sequences."""
     if line.split[0] == EVEN:
         line.split = PARTS, 3
+    line.lengths.given['held_step'] = 0
 
     def ranges(line, b):
         return {tile[1:]: [part[:6] for part in parts]

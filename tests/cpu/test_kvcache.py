@@ -61,7 +61,7 @@ def check(case: CacheCase) -> None:
     with compare.naming(case):
         check_cache(case, arguments, after)
         check_shapes(case, after, got)
-        out, lse = packed(case, got)
+        out, lse, _ = packed(case, got)
         wanted, wanted_lse = by_rows(case, after)
         bound = BOUNDS[case.dtype]
         torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
@@ -198,7 +198,7 @@ def test_parameters_are_upstreams():
     assert {name: positional[name] for name in UPSTREAM} == UPSTREAM
     assert [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
         's_aux', 'out', 'split_size', 'out_dtype', 'shared_prefix', 'tree_mask',
-        'descale_by_page', 'indices', 'index_block', 'index_counts']
+        'descale_by_page', 'indices', 'index_block', 'index_counts', 'return_max_logits']
 
 
 def test_scheduler_metadata_serve_every_call():

@@ -346,7 +346,7 @@ def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capac
         _, positions = positions_of(facts)
         heads, lines = 4 // facts['pack'], facts['lanes']
         line = (len(queries), heads // lines, positions, facts['grid'] // lines, lines,
-                facts['weight_log2'], facts['tile_units'], facts['shared'])
+                facts['weight_log2'], facts['tile_units'], facts['shared'], (0, 0))
         _, _, ctas = _host.cache_parts(
             lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
             variant_of(facts)['tile_n'], False, facts['most_units'])

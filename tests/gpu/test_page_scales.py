@@ -57,6 +57,18 @@ def test_append(rotary, dtype, head_dim, page_size, device):
     check_error(of(DECODE, dtype, head_dim, page_size, new=(1,) * 7, rotary=rotary), device)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize('num_splits', [0, 3, 256])
+@pytest.mark.parametrize('page_size', [16, 48, 272])
+@pytest.mark.parametrize('head_dim', [128, 192, 256, 272, 512])
+def test_parts(head_dim, page_size, num_splits, device):
+    """CTAs compute parts of one K tile, in turn, of sequences whose pages have other scales."""
+    lengths = tuple((5, keys) for keys in (64, 16, 224, 258, 176, 183, 257, 34, 80))
+    for case in (dataclasses.replace(TALL, lengths=lengths, heads=(6, 2), pack_gqa=False),
+                 dataclasses.replace(DECODE, lengths=mixed(40, 300), logit_std=4.0)):
+        check_case(of(case, 'bf16', head_dim, page_size, num_splits=num_splits), device)
+
+
 @every_page_size
 def test_packed_append(page_size, device):
     """Sequences with nothing new between the others; queries and new keys packed."""

@@ -69,6 +69,11 @@ struct PagedKeys {
     }
   }
 
+  // Whether lanes store scales of pages themselves. WHY: in a cluster, with scales that cp.async
+  // copies, calls in parts were wrong by the scales of some keys, not in each run, as if a scale
+  // came after the arrival that waits for it (head dim 512; H200, 2026-11-29).
+  static constexpr bool kStoresScales = Traits::k.column_ctas() > 1;
+
   // The scale of the page of this lane's box, or of its row, which arrives with the copies of
   // load(). id: from read_id(). That of a page not needed is 0, since V of such keys is 0.
   template <bool kIsK>
@@ -80,7 +85,13 @@ struct PagedKeys {
     if (p.has_page_scales() && index * int(p.keys_of_scale.divisor) < kKeys) {
       bool const exists = uint32_t(id) < uint32_t(p.entries);
       float const* const scale = scales.data + kv_head * scales.head_stride;
-      copy_float(target + index, scale + (exists ? id : 0) * scales.batch_stride, exists);
+      float const* const from = scale + (exists ? id : 0) * scales.batch_stride;
+      if (kStoresScales) {
+        target[index] = exists ? *from : 0.f;
+        __threadfence_block();  // before an arrival of gather()
+      } else {
+        copy_float(target + index, from, exists);
+      }
     }
   }
 
@@ -135,7 +146,7 @@ struct PagedKeys {
                                      int n, int id) {
     int const lane = lane_of_warp();
     constexpr uint32_t kBytes = kKeys * kColumns * sizeof(ElementKv);
-    if (Traits::kConverts && p.has_page_scales()) {
+    if (Traits::kConverts && !kStoresScales && p.has_page_scales()) {
       if (lane == 0) {
         full.expect_transaction(kBytes);
       }
