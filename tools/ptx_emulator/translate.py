@@ -23,7 +23,7 @@ INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
 # see a thread's writes at once (but not the copy engine and the tensor cores).
 NOTHING = re.compile(
     r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|'
-    r'membar\.gl|fence\.acq_rel\.gpu|cp\.async\.bulk\.prefetch\.tensor.*|'
+    r'membar\.(?:gl|cta)|fence\.acq_rel\.gpu|cp\.async\.bulk\.prefetch\.tensor.*|'
     r'wgmma\.fence\.sync\.aligned|prefetch\.(?:tensormap|global.*)|'
     r'fence\.proxy\.async\.global|setmaxnreg\..*')
 WIDTH_TYPES = {1: 'bool', 8: 'u8', 16: 'u16', 32: 'u32', 64: 'u64'}
