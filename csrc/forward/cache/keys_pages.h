@@ -33,6 +33,24 @@ struct KeySource {
   CUTE_DEVICE bool has(int slot) const { return slot >= first_slot && slot < end_slot; }
 };
 
+// The scale of a page into shared memory, or zero. kIsAsync: it arrives with the thread's copies.
+struct CopiedPageScale {
+  static constexpr bool kIsAsync = true;
+
+  CUTE_DEVICE static void load(float* target, float const* source, bool exists) {
+    copy_float(target, source, exists);
+  }
+};
+
+struct StoredPageScale {
+  static constexpr bool kIsAsync = false;
+
+  CUTE_DEVICE static void load(float* target, float const* source, bool exists) {
+    *target = exists ? *source : 0.f;
+    __threadfence_block();  // before arrive_after_copies()
+  }
+};
+
 template <class Traits>
 struct PagedKeys {
   using ElementKv = typename Traits::ElementKv;
@@ -69,10 +87,11 @@ struct PagedKeys {
     }
   }
 
-  // Whether lanes store scales of pages themselves. WHY: in a cluster, with scales that cp.async
-  // copies, calls in parts were wrong by the scales of some keys, not in each run, as if a scale
-  // came after the arrival that waits for it (head dim 512; H200, 2026-11-29).
-  static constexpr bool kStoresScales = Traits::k.column_ctas() > 1;
+  // How scales of pages get into shared memory. WHY not by cp.async in a cluster: calls in parts
+  // were wrong by the scales of some keys, not in each run, as if a scale came after the arrival
+  // that waits for it (head dim 512; H200, 2026-11-29).
+  using PageScale =
+      cute::conditional_t<(Traits::k.column_ctas() > 1), StoredPageScale, CopiedPageScale>;
 
   // The scale of the page of this lane's box, or of its row, which arrives with the copies of
   // load(). id: from read_id(). That of a page not needed is 0, since V of such keys is 0.
@@ -85,13 +104,7 @@ struct PagedKeys {
     if (p.has_page_scales() && index * int(p.keys_of_scale.divisor) < kKeys) {
       bool const exists = uint32_t(id) < uint32_t(p.entries);
       float const* const scale = scales.data + kv_head * scales.head_stride;
-      float const* const from = scale + (exists ? id : 0) * scales.batch_stride;
-      if (kStoresScales) {
-        target[index] = exists ? *from : 0.f;
-        __threadfence_block();  // before an arrival of gather()
-      } else {
-        copy_float(target + index, from, exists);
-      }
+      PageScale::load(target + index, scale + (exists ? id : 0) * scales.batch_stride, exists);
     }
   }
 
@@ -146,7 +159,7 @@ struct PagedKeys {
                                      int n, int id) {
     int const lane = lane_of_warp();
     constexpr uint32_t kBytes = kKeys * kColumns * sizeof(ElementKv);
-    if (Traits::kConverts && !kStoresScales && p.has_page_scales()) {
+    if (Traits::kConverts && PageScale::kIsAsync && p.has_page_scales()) {
       if (lane == 0) {
         full.expect_transaction(kBytes);
       }
