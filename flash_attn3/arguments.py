@@ -136,7 +136,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
     # done: out stays as it is, and the next call attends.
     ('keys_chosen', 'bool', False, 'choice'),
-    # Of ops on a cache, which write into it; shaped as the LSE, float32; float64 for float64.
+    # The ops on a cache write the largest score of each row here. It has the shape and dtype of the
+    # LSE: float32, or float64 for float64.
     ('max_logits_out', 'Tensor?', None, 'largest'),
     # The choice itself, for gradients. indices: (total_q, 1 or heads_k, n) int32, blocks of rows of
     # k. index_counts: (total_q,), how many indices of each list are used. index_block: rows per

@@ -80,8 +80,8 @@ struct CacheProblem {
   // This launch of a decode kernel starts while the launch before it in the same call still runs,
   // and ends after it (is_second in decode/traits.h).
   bool is_second = false;
-  // With is_second: the CTAs of the launch before it, and how many K tiles a CTA of this launch
-  // computes in the time of one of them, by estimate; at most 255 each.
+  // With is_second: how many CTAs the launch before it keeps busy, and an estimate of how many K
+  // tiles a CTA of this launch computes meanwhile. At most 255 each.
   uint8_t earlier_ctas = 0;
   uint8_t earlier_k_tiles = 0;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with

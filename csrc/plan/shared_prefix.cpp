@@ -53,25 +53,25 @@ void split_keys(AttentionCall& shared, PrefixParts const& parts) {
   });
 }
 
-// Estimated times on all CTAs of the GPU, in keys of a tile of 128 rows (at head dim 128 one takes
-// 12 ns; H200, 2026-11-29).
+// Estimates how long both launches take. The unit of time is what a tile of 128 rows takes for a
+// key: 12 ns at head dim 128 (all constants: H200, 2026-11-29).
 struct PrefixTimes {
   static constexpr int kTileRows = 128;
-  static constexpr int kStart = 1400;    // of a tile besides its keys
-  static constexpr int kSplit = 3000;    // if a launch splits the keys itself
-  static constexpr int kPart = 60;       // the merge of one more part
-  static constexpr int kSmallPage = 64;  // below, keys take kSmallPagePercent of the time
+  static constexpr int kStart = 1400;    // fixed cost of a tile
+  static constexpr int kSplit = 3000;    // extra cost of a launch that splits the keys itself
+  static constexpr int kPart = 60;       // cost of merging one more part
+  static constexpr int kSmallPage = 64;  // keys of smaller pages cost kSmallPagePercent
   static constexpr int kSmallPagePercent = 160;
-  static constexpr int kOwnStart = 700;  // of the launch on own keys
-  static constexpr int kOwnKTile = 200;  // of a sequence and KV head in it
+  static constexpr int kOwnStart = 700;  // fixed cost of the launch on own keys
+  static constexpr int kOwnKTile = 200;  // cost of a K tile of own keys, per KV head
   static constexpr int kOwnKTileKeys = 128;
-  static constexpr int kUsualOwnKeys = 384;  // of a sequence; the host does not know more
+  static constexpr int kUsualOwnKeys = 384;  // assumed: the lengths are on the device
 
   int64_t ctas;
-  int64_t keys;   // shared, those of small pages as more
-  int64_t tiles;  // of the rows of all queries
+  int64_t keys;   // shared keys, times the cost of one
+  int64_t tiles;  // tiles that the queries of all sequences fill
   int64_t own;    // time of all own keys on one CTA
-  bool is_early;  // own keys are computed by the CTAs that shared ones leave free
+  bool is_early;  // the CTAs that the parts leave free compute own keys meanwhile
 
   int64_t whole() const { return tiles * keys / ctas + kSplit + own / ctas + kOwnStart; }
 

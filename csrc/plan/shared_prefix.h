@@ -31,9 +31,9 @@ inline TensorMeta as_one_sequence(TensorMeta const& queries) {
 // How the launch on the shared keys is split.
 struct PrefixParts {
   int count = 1;        // 1: the launch splits the keys itself
-  int64_t keys = 0;     // of each part but the last, which may have fewer
-  int ctas = 0;         // that compute the parts
-  int own_k_tiles = 0;  // of own keys that a CTA computes in that time, by estimate
+  int64_t keys = 0;     // keys of a part; the last part may have fewer
+  int ctas = 0;         // CTAs that compute the parts
+  int own_k_tiles = 0;  // estimate: K tiles of own keys that a CTA computes in that time
 
   // The lengths of the parts, of `all` shared keys.
   void set_lengths(CacheTensors& keys, int64_t all) const {

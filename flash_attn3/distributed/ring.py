@@ -44,7 +44,7 @@ class Ring(NamedTuple):
     the name of a process group, '' for none.
     """
     group: str
-    order: Sequence[int]                # of a Layout
+    order: Sequence[int]                # the chunks of rank 0, then of rank 1, ...
     softmax_scale: float
     window: Sequence[int] = (-1, -1)    # (left, right); causal: (left, 0)
     softcap: float = 0.0

@@ -73,16 +73,18 @@ def test_trees(kind, device):
 @pytest.mark.smoke
 @pytest.mark.parametrize('kind', ['bf16-64', 'e4m3-128', 'kv8', 'mla-16', 'mla-128-kv8'])
 def test_the_same_bits_each_time_and_in_parts(kind, device):
-    """The order in which CTAs raise a maximum is not seen; the number of parts changes no bit. With
-    one part another kernel may serve the call.
+    """The order in which CTAs raise a maximum is not seen; the number of parts changes no bit. One
+    part of an e4m3 cache under 16-bit queries is for another kernel, which multiplies in another
+    order.
     """
     case = dataclasses.replace(DECODE, **KINDS[kind], num_splits=7)
     arguments = case.arguments(device)
     wanted, _ = run(case, arguments)
     for _ in range(3 if device.type == 'cuda' else 1):
         check_same(run(case, arguments)[0], wanted)
-    got, _ = run(case, arguments, num_splits=3)
-    compare.check_equal(got.max_logits, wanted.max_logits, 'max_logits')
+    for num_splits in (3,) if kind == 'kv8' else (3, 1):
+        got, _ = run(case, arguments, num_splits=num_splits)
+        compare.check_equal(got.max_logits, wanted.max_logits, 'max_logits')
 
 
 @every_shape
