@@ -90,6 +90,13 @@ struct PrefixTimes {
   }
 };
 
+// Whether the rows of a dense cache overlap in memory, as those of an expanded tensor do. Copies of
+// the last part may read past the shared keys, into the next row.
+bool has_overlapping_rows(AttentionCall const& call) {
+  auto const overlap = [](TensorMeta const& x) { return x.stride[0] < x.size[1] * x.stride[1]; };
+  return !call.is_paged() && (overlap(call.k) || overlap(call.v));
+}
+
 }  // namespace
 
 // WHY: the merge with the results of the own keys follows anyway and can add up these parts. A
@@ -106,7 +113,8 @@ PrefixParts prefix_parts(AttentionCall const& call, TensorMeta const& q) {
   int64_t const rows = q.size[1] * group;
   PrefixParts best;
   if (!splits_freely(call) || rows <= kFastRows || call.has_latents() ||
-      call.cache.cache_batch_idx || has_scales_of_keys(call) || keys % unit != 0) {
+      call.cache.cache_batch_idx || has_scales_of_keys(call) || has_overlapping_rows(call) ||
+      keys % unit != 0) {
     return best;
   }
   int64_t const tiles = call.k.size[2] * ceil_div(rows, int64_t(PrefixTimes::kTileRows));
@@ -127,7 +135,7 @@ PrefixParts prefix_parts(AttentionCall const& call, TensorMeta const& q) {
       least = times.in_parts(parts);
       best = parts;
       best.ctas = int(min_of(tiles * parts.count, ctas));
-      best.own_k_tiles = int(times.shared(parts) / PrefixTimes::kOwnKTile);
+      best.own_k_tiles = int(min_of(times.shared(parts) / PrefixTimes::kOwnKTile, int64_t(255)));
     }
   }
   return best;

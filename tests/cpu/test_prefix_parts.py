@@ -139,3 +139,13 @@ def test_can_use_asks_for_the_kernel_of_the_prefix(monkeypatch):
     facts = [planning_cache.reasons_and_plan(dict(q=q, **given, shared_prefix=count))[1]
              for count in (0, 384)]
     assert [planning.missing_kernels(own) for own in facts] == [[], [facts[1]['prefix']]]
+
+
+def test_rows_that_overlap_are_one_part():
+    """The last part may be read past its keys, where an expanded cache has no next row."""
+    shapes = dict(q=(64, 1, 64, 128), k=(64, 8320, 8, 128), v=(64, 8320, 8, 128))
+    numbers = dict(shared_prefix=8192, cache_length=8320)
+    for batch_stride in (8320 * 1024, 0):
+        strides = {name: [batch_stride, 1024, 128, 1] for name in 'kv'}
+        parts, *_ = _host.launch_of_prefix(BF16, shapes, numbers, strides, SMS)
+        assert (parts > 1) == (batch_stride > 0)
