@@ -23,8 +23,8 @@ struct CacheLengths {
   int const* new_starts = nullptr;  // where the appended keys of each begin, batch + 1
   int const* entry_of = nullptr;    // entry of a dense cache
   int held_by_all = 0;              // without `held`
-  int held_step = 0;                // without `held`: by how many keys a sequence has less than the
-                                    // one before, until they fit into the capacity
+  int held_step = 0;                // without `held`: each sequence has so many keys fewer than the
+                                    // one before; more than the capacity count as the capacity
   int appended = 0;                 // without `new_starts`
   int first_slot = 0;               // without `leftpad`
   int capacity = 0;                 // slots of a sequence; packed k: all rows
@@ -252,7 +252,7 @@ struct CacheWalk {
       int const ctas = int(float(line.ctas.divisor) * (own / all));
       splits.per_cta = ceil_div(total, max_of(1, ctas));
     }
-    if (kMayShare && line.early_ctas > 0) {  // the early CTAs alone, if they end sooner so
+    if (kMayShare && line.early_ctas > 0) {  // these alone, if all together end later
       int const by_early = ceil_div(total, line.early_ctas);
       splits.per_cta = by_early <= splits.per_cta + line.late_units ? by_early : splits.per_cta;
     }

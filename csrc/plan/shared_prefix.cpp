@@ -68,7 +68,7 @@ struct PrefixTimes {
   static constexpr int kUsualOwnKeys = 384;  // assumed: the lengths are on the device
 
   int64_t ctas;
-  int64_t keys;   // shared keys, times the cost of one
+  int64_t keys;   // shared keys; weighted by kSmallPagePercent in small pages
   int64_t tiles;  // tiles that the queries of all sequences fill
   int64_t own;    // time of all own keys on one CTA
   bool is_early;  // the CTAs that the parts leave free compute own keys meanwhile

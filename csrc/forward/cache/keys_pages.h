@@ -33,7 +33,7 @@ struct KeySource {
   CUTE_DEVICE bool has(int slot) const { return slot >= first_slot && slot < end_slot; }
 };
 
-// The scale of a page into shared memory, or zero. kIsAsync: it arrives with the thread's copies.
+// The scale of a page into shared memory, or zero. kIsAsync: by cp.async.
 struct CopiedPageScale {
   static constexpr bool kIsAsync = true;
 
